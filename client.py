@@ -1,0 +1,420 @@
+"""The one place that knows the server's HTTP API (vLLM 0.28 and later, or serve.py, which answers alike).
+
+    complete    POST /v1/completions                  prompt ids in, token ids and log-probabilities out; retried
+    reads       GET  /health /version /v1/models /server_info /get_world_size /is_paused /metrics
+    sync        POST /pause /resume /init_weight_transfer_engine /start_weight_update /update_weights
+                     /finish_weight_update            once each: a second attempt could hit a half-done update
+
+Requests block (callers use threads) and never stream: the connection stays silent until the last token, so
+`timeout` must cover the longest generation and the pauses of weight updates.
+
+Never: a second retry layer (tests/test_client.py::test_a_request_is_retried_exactly_so_often); reading a
+log-probability by its place in the answer instead of its token id
+(tests/test_client.py::test_sampled_token_is_looked_up_by_id).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import requests
+from requests.adapters import HTTPAdapter
+
+CONNECT_S = 10.0  # seconds to reach the machine; a refused connection fails at once
+LONGEST_WAIT_S = 30.0  # between two attempts of one request
+FIRST_NOTICE_S, NOTICE_EVERY_S = 30.0, 60.0
+OUTSIDE = -9999.0  # how JSON carries minus infinity: a token that sampling could not have drawn
+TOKEN_ID = "token_id:"
+
+
+class ServerError(RuntimeError):
+    """The server refused a request, or could not be reached any more. `status` is the HTTP status, None without one."""
+
+    def __init__(self, text: str, status: int | None = None):
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass
+class Completion:
+    """One answer. L sampled tokens, the K most likely per token, numpy arrays."""
+
+    token_ids: np.ndarray  # int32 [L], the token that ended it included
+    logp: np.ndarray  # float32 [L], of the sampled tokens
+    topk_ids: np.ndarray | None  # int32 [L, K] by falling probability, -1 = padding; None when logprobs was 0
+    topk_logp: np.ndarray | None  # float32 [L, K], -inf where padding
+    candidate_ids: tuple | None  # (int32 [C], int64 offsets [L+1]) when top_k bounds the set, else None
+    finish_reason: str  # stop, length
+    versions: (
+        np.ndarray | None
+    )  # int32 [L], the version that made each token; None when the server does not say
+
+
+class Server:
+    """One server. Thread-safe; keeps up to `connections` connections open.
+
+    `timeout` (seconds) bounds every call. A request that fails for a passing reason is tried again
+    `attempts` times in all, or, when that is None, until `timeout` seconds have passed since its first
+    failure; waits start at `backoff_s` and double. `retry_count` counts the repetitions.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        timeout: float = 1800.0,
+        attempts: int | None = None,
+        backoff_s: float = 1.0,
+        connections: int = 512,
+    ):
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"a server's URL starts with http:// or https://, not {url!r}")
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        self.attempts = attempts
+        self.backoff_s = backoff_s
+        self.retry_count = 0
+        self._lock = threading.Lock()
+        self._session = requests.Session()
+        self._session.trust_env = False  # a proxy would cut connections that stay silent for minutes
+        adapter = HTTPAdapter(pool_connections=1, pool_maxsize=connections, max_retries=0)
+        self._session.mount(self.url, adapter)
+
+    # ---- reads
+
+    def wait_until_ready(self) -> None:
+        """Returns once /health answers 200; ServerError after `timeout` seconds, with the last reason."""
+        started = time.monotonic()
+        notice = started + FIRST_NOTICE_S
+        while True:
+            try:
+                return self.health()
+            except ServerError as error:
+                waited = time.monotonic() - started
+                if waited > self.timeout:
+                    raise ServerError(
+                        f"{self.url} did not come up within {self.timeout:.0f} s: {error}"
+                    ) from error
+                if time.monotonic() > notice:
+                    print(f"waited {waited:.0f} s for {self.url} to come up: {error}", flush=True)
+                    notice += NOTICE_EVERY_S
+            time.sleep(min(self.backoff_s, 1.0))
+
+    def health(self) -> None:
+        """Returns when the server can take requests, paused or not; ServerError otherwise."""
+        self._call("GET", "/health", timeout=min(self.timeout, 30.0))
+
+    def version(self) -> str:
+        return self._call("GET", "/version").json()["version"]
+
+    def models(self) -> list[dict]:
+        """The served model first (`id`, `max_model_len`), loaded adapters after it."""
+        return self._call("GET", "/v1/models").json()["data"]
+
+    def server_info(self) -> dict:
+        """The resolved configuration, under `vllm_config`. The first call takes seconds."""
+        return self._call("GET", "/server_info", params={"config_format": "json"}).json()
+
+    def world_size(self) -> int:
+        """Workers that take part in a weight update (tensor x pipeline x data parallel)."""
+        return int(self._call("GET", "/get_world_size").json()["world_size"])
+
+    def metrics(self) -> dict[str, float]:
+        """The engine's counters and gauges, see `parse_metrics`. ServerError 404 when the server keeps none."""
+        return parse_metrics(self._call("GET", "/metrics", timeout=min(self.timeout, 30.0)).text)
+
+    def is_paused(self) -> bool:
+        return bool(self._call("GET", "/is_paused").json()["is_paused"])
+
+    # ---- weight updates
+
+    def pause(self) -> None:
+        """Hold every request in place and drop cached keys and values: they belong to the old weights.
+
+        The mode travels in the query: the server ignores a JSON body, and its default mode aborts everything.
+        """
+        self._call("POST", "/pause", params={"mode": "keep", "clear_cache": "true"})
+
+    def resume(self) -> None:
+        """Let requests go on. After a failed update this kills the engine: see sync.py."""
+        self._call("POST", "/resume")
+
+    def init_weight_transfer(self, info: dict) -> None:
+        """Blocks until the group of the sender and all workers has formed."""
+        self._call("POST", "/init_weight_transfer_engine", body={"init_info": info})
+
+    def start_update(self) -> None:
+        self._call("POST", "/start_weight_update")
+
+    def update_weights(self, info: dict) -> None:
+        """Blocks until every byte that `info` announces was received and loaded."""
+        self._call("POST", "/update_weights", body={"update_info": info})
+
+    def finish_update(self, version: str) -> None:
+        """Close the update; tokens sampled from now on are labelled `version` where the server reports labels."""
+        self._call("POST", "/finish_weight_update", body={"weight_version": version})
+
+    # ---- generation
+
+    def complete(
+        self,
+        prompt_ids: list[int],
+        *,
+        max_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        seed: int,
+        logprobs: int = 0,
+        stop_token_ids: list[int] = (),
+        deadline: float | None = None,
+    ) -> Completion:
+        """Sample one completion of `prompt_ids` with `seed`; `logprobs` most likely tokens come with every
+        token.
+
+        Under `top_k` the answer holds each token's candidate set, if `logprobs` is at least `top_k`. Every
+        sampling field is sent: one left out would be filled from the model's generation_config.json.
+
+        Raises ServerError with the server's text: at once for a refusal (4xx), after the last attempt for
+        what may pass (timeout, reset, refused connection, 5xx, a request the server aborted). Raises
+        TimeoutError when `deadline` (time.monotonic) passes; the server then drops the request, because its
+        connection is closed.
+        """
+        body = {
+            "prompt": prompt_ids,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "seed": seed,
+            "n": 1,
+            "stop_token_ids": list(stop_token_ids),
+            "logprobs": logprobs,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "return_weight_versions": True,
+        }
+        data = json.dumps(body)  # once: every attempt sends the same bytes
+        return self._retried(
+            lambda timeout: self._sample(data, prompt_ids, logprobs, top_k, timeout), deadline
+        )
+
+    def _sample(
+        self, data: str, prompt_ids: list[int], logprobs: int, top_k: int, timeout: float
+    ) -> Completion:
+        response = self._call("POST", "/v1/completions", data=data, timeout=timeout)
+        choice = json.loads(response.content)["choices"][0]
+        if choice["finish_reason"] == "abort":
+            raise ServerError(f"{self.url} aborted the request", status=503)
+        sent = choice.get("prompt_token_ids")
+        if sent is not None and sent != list(prompt_ids):
+            raise ServerError(
+                f"{self.url} sampled from {len(sent)} prompt tokens, not the {len(prompt_ids)} it got", 400
+            )
+        return parse_choice(choice, logprobs, restricted=top_k > 0)
+
+    def _retried(self, attempt, deadline: float | None):
+        """attempt(timeout) until it succeeds: the only retry layer there is."""
+        first_failure = None
+        for number in itertools.count(1):
+            left = self.timeout if deadline is None else min(self.timeout, deadline - time.monotonic())
+            if left <= 0:
+                raise TimeoutError(f"{self.url}: no time left for the request")
+            try:
+                return attempt(left)
+            except ServerError as error:
+                if error.status is not None and error.status < 500:
+                    raise
+                now = time.monotonic()
+                if deadline is not None and now >= deadline:
+                    raise TimeoutError(f"{self.url}: no time left for the request: {error}") from error
+                first_failure = first_failure or now
+                used_up = (
+                    now - first_failure > self.timeout if self.attempts is None else number >= self.attempts
+                )
+                if used_up:
+                    raise ServerError(
+                        f"gave up after {number} attempts in {now - first_failure:.0f} s: {error}",
+                        error.status,
+                    ) from error
+                self._wait_before(number, now - first_failure, error)
+
+    def _wait_before(self, number: int, failing_s: float, error: ServerError) -> None:
+        with self._lock:
+            self.retry_count += 1
+        wait = min(self.backoff_s * 2 ** min(number - 1, 16), LONGEST_WAIT_S)
+        if failing_s > FIRST_NOTICE_S:
+            print(f"a request has failed {number} times in {failing_s:.0f} s, trying on: {error}", flush=True)
+        time.sleep(
+            wait * random.uniform(0.5, 1.0)
+        )  # apart, so that a server that comes back is not hit at once
+
+    def _call(
+        self, method: str, path: str, *, params=None, body=None, data=None, timeout=None
+    ) -> requests.Response:
+        """One attempt. ServerError for every answer but 2xx and for no answer at all."""
+        if body is not None:
+            data = json.dumps(body)
+        try:
+            response = self._session.request(
+                method,
+                self.url + path,
+                params=params,
+                data=data,
+                headers={"Content-Type": "application/json"} if data is not None else None,
+                timeout=(CONNECT_S, timeout or self.timeout),
+            )
+        except requests.RequestException as error:
+            raise ServerError(f"{method} {self.url}{path}: {error}") from error
+        if not response.ok:
+            raise ServerError(
+                f"{method} {self.url}{path} answered {response.status_code}: {error_text(response, path)}",
+                response.status_code,
+            )
+        return response
+
+
+def error_text(response: requests.Response, path: str) -> str:
+    """What the server says went wrong: {"error": {"message": ...}}, {"error": text}, {"detail": text} or plain text."""
+    try:
+        content = response.json()
+    except ValueError:
+        return response.text.strip() or response.reason
+    if content == {"detail": "Not Found"} and path != "/metrics":
+        return (
+            f"no such route; start the server with VLLM_SERVER_DEV_MODE=1 in its environment to have {path}"
+        )
+    error = content.get("error", content.get("detail", content)) if isinstance(content, dict) else content
+    if isinstance(error, dict) and "message" in error:
+        error = error["message"]
+    return error if isinstance(error, str) else json.dumps(error)
+
+
+def parse_choice(choice: dict, logprobs: int, restricted: bool) -> Completion:
+    """One choice of a /v1/completions answer. No Python loop per token or entry: this bounds tokens per
+    second.
+
+    Per token the server sends {"token_id:N": logp} for its `logprobs` most likely ids, and the sampled id
+    on top when it is not among them. The order of the entries means nothing; the head keeps the most likely
+    `logprobs`, never the extra one, or it would depend on what was sampled
+    (tests/test_client.py::test_head_never_holds_the_extra_token).
+    """
+    if choice.get("token_ids") is None or choice.get("logprobs") is None:
+        raise ServerError("the answer has no token ids or log-probabilities: is this a vLLM server?", 400)
+    token_ids = np.asarray(choice["token_ids"], dtype=np.int32)  # [L]
+    entries = choice["logprobs"]["top_logprobs"]
+    length = len(token_ids)
+    if len(entries) != length:
+        raise ServerError(f"the answer has {length} token ids but {len(entries)} log-probabilities", 400)
+    counts = np.fromiter(map(len, entries), dtype=np.int64, count=length)  # [L]
+    ids, logp = entry_arrays(entries, int(counts.sum()))  # [C], C = all entries, token after token
+    token = np.repeat(np.arange(length), counts)  # [C]
+    sampled = ids == token_ids[token]
+    if np.count_nonzero(sampled) != length:
+        raise ServerError("the answer lacks the log-probability of a sampled token", 400)
+    possible = logp > OUTSIDE
+    sampled_logp = logp[sampled]
+    topk_ids, topk_logp = head_of(ids, logp, token, sampled, counts, logprobs) if logprobs else (None, None)
+    candidates = None
+    if restricted:  # a sampled token outside its own set makes the set unusable: empty = whole vocabulary
+        candidates = ragged(ids, token, possible & (sampled_logp > OUTSIDE)[token], length)
+    return Completion(
+        token_ids=token_ids,
+        logp=sampled_logp.astype(np.float32),
+        topk_ids=topk_ids,
+        topk_logp=topk_logp,
+        candidate_ids=candidates,
+        finish_reason=choice["finish_reason"],
+        versions=token_versions(choice.get("weight_versions"), length),
+    )
+
+
+def entry_arrays(entries: list[dict], count: int) -> tuple[np.ndarray, np.ndarray]:
+    """All entries of all tokens, flat: ids int32 [C] and log-probabilities float64 [C]."""
+    text = " ".join(itertools.chain.from_iterable(entries))
+    if text.count(TOKEN_ID) != count:
+        raise ServerError(
+            "log-probabilities are keyed by text; the server must honour return_tokens_as_token_ids", 400
+        )
+    ids = np.fromstring(text.replace(TOKEN_ID, ""), dtype=np.int32, sep=" ")
+    logp = np.fromiter(
+        itertools.chain.from_iterable(map(dict.values, entries)), dtype=np.float64, count=count
+    )
+    return ids, logp
+
+
+def head_of(ids, logp, token, sampled, counts, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """The `width` most likely entries of every token: int32 [L, width] and float32 [L, width], most likely first."""
+    order = np.lexsort((sampled, -logp, token))  # of equals, the sampled one last: it may be the extra entry
+    first = np.cumsum(counts) - counts  # [L]
+    rank = np.arange(len(ids)) - first[token]  # [C], in sorted order
+    keep = (rank < width) & (logp[order] > OUTSIDE)
+    topk_ids = np.full((len(counts), width), -1, dtype=np.int32)
+    topk_logp = np.full((len(counts), width), -np.inf, dtype=np.float32)
+    topk_ids[token[keep], rank[keep]] = ids[order][keep]
+    topk_logp[token[keep], rank[keep]] = logp[order][keep]
+    return topk_ids, topk_logp
+
+
+def ragged(ids, token, keep, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """The kept ids of every token, as values int32 [C] and offsets int64 [L+1]."""
+    offsets = np.zeros(length + 1, dtype=np.int64)
+    np.cumsum(np.bincount(token[keep], minlength=length), out=offsets[1:])
+    return ids[keep], offsets
+
+
+def token_versions(spans: list[dict] | None, length: int) -> np.ndarray | None:
+    """[{"version": "3", "start": 0, "end": 10}, ...] -> int32 [L]; None when a token has no numbered version."""
+    versions = np.full(length, -1, dtype=np.int32)
+    for span in spans or ():
+        if not str(span["version"]).isdecimal():
+            return None
+        versions[span["start"] : span["end"]] = int(span["version"])
+    return versions if spans and (versions >= 0).all() else None
+
+
+LINE = re.compile(r"^vllm:(\w+)(?:\{(.*)\})?\s+(\S+)")
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """The server's Prometheus page: `vllm:` names without the prefix, summed over engines and labels.
+
+    `kv_cache_usage_perc` (0 to 1) is the fullest engine's. `kv_cache_size_tokens` is added: tokens that fit
+    the key and value caches of all engines, where the server says so.
+    """
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        if not (match := LINE.match(line)):
+            continue
+        name, labels, value = match[1], match[2] or "", float(match[3])
+        if name == "kv_cache_usage_perc":
+            values[name] = max(values.get(name, 0.0), value)
+        elif name == "cache_config_info":
+            name, value = "kv_cache_size_tokens", cache_tokens(dict(LABEL.findall(labels)))
+            if value is not None:
+                values[name] = values.get(name, 0.0) + value
+        else:
+            values[name] = values.get(name, 0.0) + value
+    return values
+
+
+def cache_tokens(labels: dict[str, str]) -> float | None:
+    """Tokens that fit one engine's cache; None when its labels do not tell."""
+    if labels.get("kv_cache_size_tokens", "None") != "None":
+        return float(labels["kv_cache_size_tokens"])
+    try:
+        return float(labels["num_gpu_blocks"]) * float(labels["block_size"])
+    except (KeyError, ValueError):
+        return None

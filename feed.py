@@ -1,0 +1,263 @@
+"""Rank 0's end of the queue: takes groups, drops what is too old, plans rows, and says what it waits for.
+
+    queue -> receive -> (too old? sample again) -> Planner -> next(): one list of samples per rank
+                                                     |
+         rollouts.publish(version, allowance) <------+  how far generation may run ahead, in raw tokens
+
+The allowance is cumulative: tokens used up (trained or dropped) plus max(max_staleness, 1) x the tokens of
+the last step. Neither side may wait for the other: when the queue is empty while the allowance holds
+generation back, the allowance grows until a step closes
+(tests/test_feed.py::test_allowance_grows_while_both_sides_wait).
+
+Never: take "empty" for "finished". The stream has ended when every prompt of the run has arrived for good.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from checkpoint import Progress
+from metrics import Window
+from packing import Row, Sample, pack
+from rollout import DeathMessage, GroupMessage, MetricsMessage, RolloutError
+
+WAITING = "waiting"  # nothing yet; the ranks are told so, so that their collectives do not time out
+STARVED_S = 30.0  # a queue that stays empty this long gets what the planner holds back trained
+GROW_EVERY_S = 0.25  # how often the allowance grows while both sides would wait
+FIRST_NOTICE_S, NOTICE_EVERY_S = 30.0, 60.0
+
+
+@dataclass
+class Batch:
+    """What one rank gets for one micro-batch."""
+
+    row: Row
+    trained_tokens: int  # of the micro-batch, over all ranks
+
+
+class Feed:
+    """See the module. `rollouts` is any producer with queue, check, publish, held and status."""
+
+    def __init__(self, rollouts, planner, progress: Progress, options, peak_flops: float = math.nan):
+        self.rollouts = rollouts
+        self.planner = planner
+        self.peak_flops = peak_flops  # of all ranks together
+        self.progress = progress  # prompts done, for checkpoints: moves when a step closes
+        self.arrived = Progress(progress.position, progress.beyond)  # prompts that need no more sampling
+        self.max_staleness = options.max_staleness
+        self.epochs = options.num_train_epochs if options.max_steps < 0 else math.inf
+        self.dataset_size: int | None = None
+        self.version = 0
+        self.window = Window()
+        self.used_tokens = 0  # raw tokens of samples trained or dropped
+        self.step_tokens = planner.full_tokens * options.gradient_accumulation_steps  # of the last step
+        self.generated = Counter()  # the ledger, in samples and in tokens
+        self.trained = Counter()
+        self.dropped = Counter()
+        self.forwarded_tokens = 0  # unique tokens since the start
+        self.last_plan: list[list[Sample]] = []
+        self.last_group = time.monotonic()
+        self.last_growth = 0.0
+        self.open()
+
+    def publish(self, again=()) -> None:
+        limit = max(self.max_staleness, 1) * self.step_tokens
+        self.rollouts.publish(self.version, self.used_tokens + limit + self.growth, again)
+
+    def next(self, patience: float):
+        """Samples of one micro-batch, a list per rank; None when the prompts are used up; WAITING after
+        `patience` s.
+
+        Raises RolloutError with the producer's own traceback when it has died or fallen silent.
+        """
+        started = time.monotonic()
+        notice = started + FIRST_NOTICE_S
+        while True:
+            if (batch := self.planner.pop()) is not None:
+                return self.use(batch)
+            if self.ended():
+                batch = self.planner.flush()
+                return None if batch is None else self.use(batch)
+            if self.receive_one():
+                continue
+            self.rollouts.check()
+            now = time.monotonic()
+            if self.rollouts.held:
+                self.grow(now)
+            elif now - max(self.last_group, started) > STARVED_S and self.planner.held_tokens:
+                self.flushed = True
+                return self.use(self.planner.flush())
+            if now > notice:
+                print(f"waited {now - started:.0f} s for rollouts: {self.rollouts.status()}", flush=True)
+                notice = now + NOTICE_EVERY_S
+            if now - started > patience:
+                return WAITING
+
+    def receive_one(self) -> bool:
+        """Take one message; False when there is none within a moment."""
+        try:
+            message = self.rollouts.queue.get(timeout=0.1)
+        except queue.Empty:
+            return False
+        if isinstance(message, DeathMessage):
+            raise RolloutError(f"the rollout process died:\n{message.traceback}")
+        if isinstance(message, MetricsMessage):
+            self.window.update(message.values)
+        elif isinstance(message, GroupMessage):
+            self.last_group = time.monotonic()
+            self.receive(message)
+        return True
+
+    def receive(self, message: GroupMessage) -> None:
+        """One group: hand its samples to the planner, or note why there are none."""
+        self.dataset_size = message.dataset_size
+        self.generated.update(message.generated)
+        if message.dropped is not None:
+            self.dropped[message.dropped] += message.generated.get("samples", 0)
+            self.finish(message.group_id)
+            return
+        fresh = [s for s in message.samples if self.version - s.version <= self.max_staleness]
+        stale = [s for s in message.samples if self.version - s.version > self.max_staleness]
+        self.window.add("sample/dropped_stale_count", len(stale))
+        self.drop(stale, "too old")
+        oversize = [s for s in fresh if not self.planner.add(s)]
+        self.window.add("batch/dropped_oversize_count", len(oversize))
+        self.drop(oversize, "longer than the token budget")
+        if stale and not fresh:  # nothing of it will be trained: its prompt is sampled again
+            self.publish(again=[message.group_id])
+        elif len(oversize) == len(fresh):
+            self.finish(message.group_id)
+        else:
+            self.arrived.done(message.group_id)
+
+    def finish(self, group_id: int) -> None:
+        self.arrived.done(group_id)
+        self.progress.done(group_id)
+
+    def drop(self, samples: list[Sample], reason: str) -> None:
+        if samples:
+            self.dropped[reason] += len(samples)
+            self.used_tokens += sum(len(s.input_ids) for s in samples)
+            self.publish()
+
+    def grow(self, now: float) -> None:
+        if now - self.last_growth > GROW_EVERY_S:
+            self.last_growth = now
+            self.growth += max(self.step_tokens // 4, 1)
+            self.publish()
+
+    def ended(self) -> bool:
+        return self.dataset_size is not None and self.arrived.count >= math.ceil(
+            self.epochs * self.dataset_size
+        )
+
+    def packets(self, patience: float) -> list:
+        """What each rank gets: its Batch, None when the prompts are used up, or WAITING. See `next`."""
+        plan = self.next(patience)
+        if plan is None or plan == WAITING:
+            return [plan] * self.planner.ranks
+        rows = [pack(samples, self.planner.share) for samples in plan]
+        self.measure_rows(rows)
+        trained_tokens = sum(row.terms for row in rows)
+        return [Batch(row, trained_tokens) for row in rows]
+
+    def use(self, plan: list[list[Sample]]) -> list[list[Sample]]:
+        """Count a micro-batch that is about to be trained."""
+        now = time.time()
+        samples = [s for row in plan for s in row if s.trained.any()]  # a spare rank's copies train nothing
+        lengths = [len(s) for s in samples]
+        trained = [int(s.trained.sum()) for s in samples]
+        staleness = [self.version - s.version for s in samples]
+        self.last_plan = plan
+        self.used_tokens += sum(lengths)
+        self.open_tokens += sum(lengths)
+        self.open_samples += len(samples)
+        self.open_prompts.update(s.group_id for s in samples)
+        self.trained.update(samples=len(samples), tokens=sum(trained))
+        window = self.window
+        for name in ("sample/forwarded_tokens_mean", "sample/forwarded_tokens_max"):
+            window.add(name, lengths)
+        window.add("sample/trained_tokens_mean", trained)
+        window.add("sample/time_in_queue_s", [now - s.enqueued_at for s in samples])
+        for name in ("sample/staleness_mean", "sample/staleness_max"):
+            window.add(name, staleness)
+        for name in ("sample/token_staleness_mean", "sample/token_staleness_max"):
+            window.add(name, [self.version - v for s in samples for v in token_versions(s)])
+        for sample in samples:
+            window.update({name: [value] for name, value in sample.metrics.items()})
+        self.publish()
+        return plan
+
+    def measure_rows(self, rows: list[Row]) -> None:
+        unique = [row.unique_tokens for row in rows]
+        costs = [self.planner.cost(row) for row in rows]
+        self.open_forwarded += sum(unique)
+        self.open_cost += sum(costs)
+        window = self.window
+        window.add("batch/samples_per_row", [row.sample_count for row in rows])
+        window.add("batch/row_tokens_mean", unique)
+        window.add("batch/row_tokens_max", unique)
+        if self.planner.token_budget > 0:
+            window.add("batch/row_fill_frac", (sum(unique), self.planner.token_budget * len(rows)))
+        window.add("batch/row_imbalance", max(costs) * len(costs) / sum(costs))
+        window.add("batch/packing_ratio", (sum(row.raw_tokens for row in rows), sum(unique)))
+        window.add("batch/pad_frac", 0.0)  # rows are never padded
+
+    def close_step(self, seconds: dict[str, float], microbatches: int) -> None:
+        """An optimizer step, which took `seconds` by phase, has been made of what was used since the last one."""
+        for prompt in self.open_prompts:
+            self.progress.done(prompt)
+        trained = self.trained["tokens"] - self.trained_before
+        window = self.window
+        window.add("batch/forwarded_tokens_per_step", self.open_forwarded)
+        window.add("batch/trained_tokens_per_step", trained)
+        window.add("batch/samples_per_step", self.open_samples)
+        window.add("batch/groups_per_step", len(self.open_prompts))
+        window.add("batch/microbatches_per_step", microbatches)
+        fwd_bwd, step = seconds["perf/fwd_bwd_s"], seconds["perf/step_s"]
+        window.add("perf/fwd_bwd_forwarded_tokens_per_s", (self.open_forwarded, fwd_bwd))
+        window.add("perf/wall_clock_forwarded_tokens_per_s", (self.open_forwarded, step))
+        window.add("perf/wall_clock_trained_tokens_per_s", (trained, step))
+        window.add("perf/fwd_bwd_mfu", (self.open_cost, fwd_bwd * self.peak_flops))
+        window.add("perf/wall_clock_mfu", (self.open_cost, step * self.peak_flops))
+        self.forwarded_tokens += self.open_forwarded
+        self.step_tokens = max(self.step_tokens, self.open_tokens) if self.flushed else self.open_tokens
+        self.open()
+
+    def open(self) -> None:
+        """Start counting a step."""
+        self.open_tokens = self.open_samples = self.open_forwarded = 0
+        self.open_cost = 0.0
+        self.open_prompts: set[int] = set()
+        self.trained_before = self.trained["tokens"]
+        self.growth = 0
+        self.flushed = False
+
+    def take_window(self) -> Window:
+        window, self.window = self.window, Window()
+        return window
+
+    @property
+    def epoch(self) -> float:
+        return self.progress.count / self.dataset_size if self.dataset_size else math.nan
+
+    def ledger(self) -> str:
+        """What became of every sample that was generated and taken from the queue."""
+        dropped = sum(self.dropped.values())
+        held = self.generated["samples"] - self.trained["samples"] - dropped
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items()) or "none"
+        return (
+            f"samples: {self.generated['samples']} generated = {self.trained['samples']} trained + {dropped} dropped "
+            f"({reasons}) + {held} not yet trained"
+        )
+
+
+def token_versions(sample: Sample):
+    """The version that made each trained token, as far as it is known."""
+    if sample.token_version is None:
+        return [sample.version] * int(sample.trained.sum())
+    return sample.token_version[sample.trained]

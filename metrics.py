@@ -1,0 +1,260 @@
+"""Metrics: what is measured becomes one record per logging window, printed, written to metrics.jsonl, and
+diagnosed.
+
+    rollout process -> MetricsMessage --\\
+    ranks           -> term statistics ---> Window.add / merge -> record() -> console row, metrics.jsonl, diagnosis
+    feed, phases    -> counts, seconds --/
+
+A value's name decides how a window reduces it (its last part, after the last slash):
+
+    a list             mean over all its members in the window (per rollout, per sample); NaN members are left out
+    a pair (n, d)      total n / total d: rates and fractions
+    ..count..          sum                    ..max.. / ..min..     the extreme                 else: mean of the values
+
+Nothing behind a value (0/0, an empty list) is NaN, null in JSON. Metrics must never end a run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from options import describe
+
+# bf16 FLOP/s of one device, dense, from the vendors' data sheets; MFU is reported only for these
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12}
+
+# the table on the console: heading, metric, format
+COLUMNS = [
+    ("step", "step", "{:.0f}"),
+    ("epoch", "epoch", "{:.2f}"),
+    ("reward", "reward", "{:.3f}"),
+    ("loss", "loss", "{:.4f}"),
+    ("grad", "grad_norm", "{:.2f}"),
+    ("entropy", "entropy", "{:.3f}"),
+    ("ratio", "sampling/importance_sampling_ratio/mean", "{:.3f}"),
+    ("stale", "sample/staleness_mean", "{:.2f}"),
+    ("length", "completions/mean_length", "{:.0f}"),
+    ("packing", "batch/packing_ratio", "{:.2f}"),
+    ("fill", "batch/row_fill_frac", "{:.2f}"),
+    ("tok/s", "perf/wall_clock_trained_tokens_per_s", "{:.0f}"),
+    ("step s", "perf/step_s", "{:.2f}"),
+    ("wait s", "perf/rollout_wait_s", "{:.2f}"),
+    ("sync s", "perf/weight_sync_s", "{:.2f}"),
+]
+
+
+def rule(name: str) -> str:
+    """How single values of this name are reduced: sum, max, min or mean."""
+    last = name.rsplit("/", 1)[-1].split("_")
+    if "count" in last:
+        return "sum"
+    return "max" if "max" in last else "min" if "min" in last else "mean"
+
+
+class Window:
+    """The values of one logging window, reduced as they arrive: name -> (total, weight) or the extreme so far."""
+
+    def __init__(self):
+        self.totals: dict[str, tuple[float, float]] = {}
+        self.extremes: dict[str, float] = {}
+
+    def add(self, name: str, value) -> None:
+        """One value: a number, a list (mean over its members) or a pair (numerator, denominator)."""
+        if isinstance(value, tuple):
+            self.total(name, *value)
+        elif isinstance(value, (list,)) or hasattr(value, "tolist") and getattr(value, "ndim", 0):
+            members = [float(v) for v in value if v is not None and not math.isnan(v)]
+            if rule(name) in ("max", "min"):
+                for member in members:
+                    self.extreme(name, member)
+            else:
+                self.total(name, math.fsum(members), 1 if rule(name) == "sum" else len(members))
+        elif value is not None and not math.isnan(value):
+            if rule(name) in ("max", "min"):
+                self.extreme(name, float(value))
+            else:
+                self.total(name, float(value), 1)
+
+    def total(self, name: str, numerator: float, denominator: float) -> None:
+        n, d = self.totals.get(name, (0.0, 0.0))
+        self.totals[name] = (n + numerator, d + denominator)
+
+    def extreme(self, name: str, value: float) -> None:
+        keep = max if rule(name) == "max" else min
+        self.extremes[name] = keep(self.extremes.get(name, value), value)
+
+    def update(self, values: dict) -> None:
+        for name, value in values.items():
+            self.add(name, value)
+
+    def merge(self, other: Window) -> None:
+        """What another rank measured in the same window."""
+        for name, (numerator, denominator) in other.totals.items():
+            self.total(name, numerator, denominator)
+        for name, value in other.extremes.items():
+            self.extreme(name, value)
+
+    def values(self) -> dict[str, float]:
+        reduced = dict(self.extremes)
+        for name, (numerator, denominator) in self.totals.items():
+            if rule(name) == "sum":
+                reduced[name] = numerator
+            else:
+                reduced[name] = numerator / denominator if denominator else math.nan
+        return reduced
+
+
+def term_metrics(window: Window, stats: dict, row) -> None:
+    """What the loss measured on one row (tensors [M], detached) as window values. See loss.policy_loss for `stats`."""
+    terms = len(row.target)
+    if terms == 0:
+        return
+    ratio = stats["log_ratio"].double().exp()
+    difference = stats["log_ratio"].double().abs()
+    window.add("entropy", (stats["entropy"].double().sum().item(), terms))
+    window.add("sampling/sampling_logp_difference/mean", (difference.sum().item(), terms))
+    window.add("sampling/sampling_logp_difference/max", difference.max().item())
+    window.add("sampling/importance_sampling_ratio/mean", (ratio.sum().item(), terms))
+    window.add("sampling/importance_sampling_ratio/min", ratio.min().item())
+    window.add("sampling/importance_sampling_ratio/max", ratio.max().item())
+    window.add("sampling/masked_mean", (terms - stats["kept"].sum().item(), terms))
+    if "sampler_mass" in stats:
+        window.add("sampling/sampler_mass", (stats["sampler_mass"].double().sum().item(), terms))
+    low, high = stats["clipped_low"].double(), stats["clipped_high"].double()
+    window.add("clip_ratio/low_mean", (low.sum().item(), terms))
+    window.add("clip_ratio/high_mean", (high.sum().item(), terms))
+    window.add("clip_ratio/region_mean", ((low + high).sum().item(), terms))
+    window.add("clip_ratio/low_min", per_sample_mean(low, row.sample).min().item())
+    window.add("clip_ratio/high_max", per_sample_mean(high, row.sample).max().item())
+
+
+def per_sample_mean(values, sample):
+    """Mean of per-term values [M] inside each sample that has terms -> [samples]."""
+    import torch
+
+    _, index = torch.unique(sample, return_inverse=True)
+    sums = torch.zeros(int(index.max()) + 1, dtype=values.dtype, device=values.device).index_add_(
+        0, index, values
+    )
+    return sums / torch.bincount(index)
+
+
+def peak_flops(device_name: str) -> float:
+    """bf16 FLOP/s of a device, NaN where it is not known."""
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), math.nan)
+
+
+def diagnose(record: dict, max_concurrent: int) -> str:
+    """One line on which side is the bottleneck and what the rewards say, from a window's record."""
+
+    def get(name):
+        value = record.get(name)
+        return 0.0 if value is None or math.isnan(value) else value
+
+    step = max(get("perf/step_s"), 1e-9)
+    waiting = get("perf/rollout_wait_s") / step
+    held = get("rollout/backpressure_s") / step
+    if waiting > 0.1 and held > 0.1:
+        verdict = f"trainer waits {waiting:.0%} and generation is held {held:.0%}: raise --max_staleness"
+    elif waiting > 0.1:
+        verdict = (
+            f"generation-bound: the trainer waits {waiting:.0%} of a step{limit(record, get, max_concurrent)}"
+        )
+    elif held > 0.1:
+        verdict = f"trainer-bound: generation is held back {held:.0%} of the time by --max_staleness"
+    else:
+        verdict = "balanced: neither side waits"
+    zero, dropped = get("frac_reward_zero_std"), get("reward_dropped")
+    if zero > 0.5:
+        reward = get("reward")
+        easy = dropped > reward
+        verdict += f"; {zero:.0%} of the groups have equal rewards, " + (
+            "near the top: too easy now" if easy else "near the bottom: too hard, or the reward never credits"
+        )
+    if get("completions/duplicate_frac") > 0.5:
+        verdict += "; most rollouts repeat one of their group: is sampling random?"
+    return verdict
+
+
+def limit(record: dict, get, max_concurrent: int) -> str:
+    """What holds generation when the trainer waits for it."""
+    concurrency, cap = get("rollout/concurrency"), get("rollout/concurrency_cap")
+    if cap and concurrency >= 0.9 * cap:
+        return ", limited by the server" if cap < max_concurrent else ", limited by --max_concurrent_rollouts"
+    return ""
+
+
+class Logger:
+    """Rank 0's sinks: metrics.jsonl, a table row per window, and one live line on a terminal."""
+
+    def __init__(self, options, step: int):
+        self.path = Path(options.output_dir) / "metrics.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        (self.path.parent / "options.json").write_text(describe(options))
+        # records of steps that a resumed run makes again are dropped; a fresh run starts a fresh file
+        kept = [line for line in read_lines(self.path) if json.loads(line)["step"] <= step]
+        self.path.write_text("".join(line + "\n" for line in kept))
+        self.max_steps = options.max_steps
+        self.max_concurrent = options.max_concurrent_rollouts
+        self.rows = 0
+        self.live = sys.stdout.isatty()
+        self.last_verdict = ""
+
+    def record(self, record: dict) -> None:
+        """Write one window: a line of metrics.jsonl, a table row, now and then the diagnosis."""
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        with self.path.open("a") as file:
+            file.write(json.dumps(clean) + "\n")
+        if self.rows % 20 == 0:
+            self.line(" ".join(f"{heading:>8}" for heading, _, _ in COLUMNS))
+        self.rows += 1
+        self.line(" ".join(f"{cell(record, name, form):>8}" for _, name, form in COLUMNS))
+        verdict = diagnose(record, self.max_concurrent)
+        if verdict.split(":")[0] != self.last_verdict and self.rows % 5 == 0:
+            self.line(f"  {verdict}")
+            self.last_verdict = verdict.split(":")[0]
+
+    def line(self, text: str) -> None:
+        print("\r\x1b[K" + text if self.live else text, flush=True)
+
+    def progress(self, step: int, text: str) -> None:
+        """The live line: where the run is and what it is doing. Only on a terminal."""
+        if not self.live:
+            return
+        total = f"/{self.max_steps}" if self.max_steps > 0 else ""
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r\x1b[K{f'step {step}{total}  {text}'[:width]}", end="", flush=True)
+
+
+def read_lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def cell(record: dict, name: str, form: str) -> str:
+    value = record.get(name)
+    return "-" if value is None or math.isnan(value) else form.format(value)
+
+
+class Stopwatch:
+    """Seconds spent in named phases: `with watch("perf/fwd_bwd_s"): ...`; `take()` returns them and starts over."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str):
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        seconds, self.seconds = self.seconds, {}
+        return seconds

@@ -1,0 +1,277 @@
+"""Every option of a run, in one dataclass: defaults, help, and the checks made before a model is loaded.
+
+    python train.py --model tiny --task tasks/sort.py --vllm_server_base_url embedded
+    python train.py run.yaml --learning_rate 3e-6          a YAML or JSON file gives defaults, the command line wins
+    python train.py run.yaml --dry_run                     prints the resolved options and stops
+
+Never: an option that has no effect in the mode chosen (it is refused, with the reason).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+class OptionError(ValueError):
+    """A value or combination of options that cannot work; the text names the option and says what to do."""
+
+
+def option(default, help: str, **metadata):
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: default, metadata={"help": help, **metadata})
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+def choice(default, choices: list[str], help: str):
+    return option(default, f"{help} ({', '.join(choices)})", choices=choices)
+
+
+@dataclass
+class Options:
+    # Model and task
+    model: str = option("", "hub name or directory of the model to train")
+    model_init_kwargs: dict | str | None = option(
+        None, "JSON object handed to from_pretrained, e.g. a revision"
+    )
+    dtype: str = choice("float32", ["auto", "float32", "bfloat16", "float16"], "how the weights are loaded")
+    bf16: bool = option(
+        True, "forward and backward in bfloat16 (master weights stay float32); false = float32"
+    )
+    trust_remote_code: bool = option(False, "run modelling code that comes with the model")
+    task: str = option("", "the task module: a path (tasks/sort.py), or module:function that returns one")
+    task_kwargs: dict | str | None = option(None, "JSON object handed to the task's dataset()")
+    rollout_loop: str | None = option(None, "a RolloutLoop subclass, as path.py:Class or module:Class")
+    chat_template: str | None = option(None, "a file or a text that replaces the tokenizer's chat template")
+    chat_template_kwargs: dict | str | None = option(None, "JSON object handed to the chat template")
+
+    # Generation
+    num_generations: int = option(8, "rollouts per prompt (a group)")
+    max_completion_length: int = option(2048, "most tokens of one turn")
+    temperature: float = option(1.0, "sampling temperature, on both sides of the ratio")
+    top_p: float = option(1.0, "nucleus sampling; below 1 it needs top_k, which bounds the candidate set")
+    top_k: int = option(0, "sample among the k most likely tokens (0 = all)")
+    min_p: float = option(
+        0.0, "drop tokens below this share of the most likely one's probability; needs top_k"
+    )
+    vllm_server_base_url: list[str] = option(
+        ["http://localhost:8000"],
+        "one or more server URLs, or the word embedded: start serve.py beside the trainer",
+    )
+    vllm_server_timeout: float = option(
+        1800.0, "seconds: a server's start, one request, one call of a weight update"
+    )
+    embedded_max_model_len: int = option(1024, "context length of the embedded server")
+    embedded_max_num_seqs: int = option(64, "sequences the embedded server decodes at once")
+    max_concurrent_rollouts: int = option(512, "most rollouts in flight")
+    rollout_timeout: float | None = option(None, "seconds for one whole rollout (none = no limit)")
+    rollout_worker_timeout: float = option(
+        300.0, "seconds without a heartbeat of the rollout process before the run stops"
+    )
+    on_reward_error: str = choice(
+        "stop", ["stop", "skip"], "what a reward function that fails does to the run"
+    )
+    max_staleness: int = option(4, "weight updates generation may run ahead of training")
+    log_completions: bool = option(False, "print completions with their rewards once per logging window")
+    num_completions_to_print: int | None = option(None, "how many of them (none = all)")
+
+    # Objective
+    score_centering: bool = option(
+        True, "subtract the expected score under the sampler at every trained token"
+    )
+    score_centering_tail: str = choice(
+        "rescaled", ["rescaled", "drop"], "tokens outside the sampler's top list"
+    )
+    num_sampler_logprobs: int = option(8, "length of the sampler's top list, for score centering")
+    epsilon: float = option(0.2, "clipped surrogate: lower clip is 1 - epsilon")
+    epsilon_high: float | None = option(
+        None, "clipped surrogate: upper clip is 1 + epsilon_high (none = epsilon)"
+    )
+    vllm_importance_sampling_clip_min: float | None = option(
+        0.5, "tokens with a lower ratio add nothing to the loss"
+    )
+    vllm_importance_sampling_clip_max: float | None = option(
+        5.0, "tokens with a higher ratio add nothing to the loss"
+    )
+    loss_normalization: str = choice("step", ["step", "microbatch"], "what the loss is divided by")
+
+    # Packing and optimisation
+    token_budget: int | None = option(
+        None, "unique tokens of a row (none = the server's max_model_len; 0 = fixed count)"
+    )
+    share_prefixes: bool = option(True, "forward a prefix that samples share once")
+    per_device_train_batch_size: int = option(8, "samples per row when token_budget is 0")
+    gradient_accumulation_steps: int = option(1, "micro-batches (one row per rank) of an optimizer step")
+    gradient_checkpointing: bool = option(True, "recompute activations in the backward")
+    attention: str = choice("auto", ["auto", "reference"], "attention backend")
+    learning_rate: float = option(1e-6, "peak learning rate")
+    lr_scheduler_type: str = choice(
+        "constant", ["constant", "linear", "cosine"], "schedule after the warm-up"
+    )
+    warmup_steps: int = option(0, "optimizer steps of linear warm-up")
+    weight_decay: float = option(0.0, "AdamW weight decay")
+    adam_beta1: float = option(0.9, "AdamW beta1")
+    adam_beta2: float = option(0.999, "AdamW beta2")
+    adam_epsilon: float = option(1e-8, "AdamW epsilon")
+    max_grad_norm: float = option(1.0, "gradients are clipped to this norm")
+    num_train_epochs: float = option(3.0, "passes over the prompts")
+    max_steps: int = option(-1, "optimizer steps; when set it replaces num_train_epochs")
+    weight_sync_steps: int = option(1, "optimizer steps between two weight updates of the servers")
+    seed: int = option(42, "seed of sampling and of the trainer")
+    ddp_timeout: int = option(1800, "seconds before a collective of the ranks gives up")
+
+    # Logging and saving
+    output_dir: str = option("outputs", "checkpoints, options.json and metrics.jsonl go here")
+    run_name: str | None = option(None, "name shown in the console and in the report")
+    logging_steps: int = option(1, "optimizer steps of a logging window")
+    save_steps: int = option(500, "optimizer steps between checkpoints (0 = only at the end)")
+    save_total_limit: int | None = option(None, "checkpoints kept (none = all)")
+    save_only_model: bool = option(False, "leave out what a resume needs")
+    resume_from_checkpoint: str | None = option(
+        None, "a checkpoint directory, or true for the newest in output_dir"
+    )
+    dry_run: bool = option(False, "print the resolved options and stop")
+
+    def __post_init__(self):
+        for name in ("model_init_kwargs", "task_kwargs", "chat_template_kwargs"):
+            setattr(self, name, parse_object(name, getattr(self, name)))
+        if isinstance(self.vllm_server_base_url, str):
+            self.vllm_server_base_url = [self.vllm_server_base_url]
+        if self.epsilon_high is None:
+            self.epsilon_high = self.epsilon
+
+    @property
+    def embedded(self) -> bool:
+        return self.vllm_server_base_url == ["embedded"]
+
+    @property
+    def compute_dtype(self) -> str:
+        return "bfloat16" if self.bf16 else "float32"
+
+
+def parse_object(name: str, value) -> dict:
+    """A dict, or the JSON text of one."""
+    if value is None or isinstance(value, dict):
+        return value or {}
+    try:
+        parsed = json.loads(value)
+    except json.JSONDecodeError as error:
+        raise OptionError(f"--{name} must be a JSON object, e.g. '{{\"size\": 100}}': {error}") from None
+    if not isinstance(parsed, dict):
+        raise OptionError(f"--{name} must be a JSON object, not {value!r}")
+    return parsed
+
+
+# option, whether its value is fine, what is allowed
+RANGES = [
+    ("num_generations", lambda v: v >= 2, "at least 2: an advantage compares rollouts of one prompt"),
+    ("max_completion_length", lambda v: v >= 1, "at least 1"),
+    ("temperature", lambda v: v > 0, "above 0: a greedy sampler has no log-probabilities to train on"),
+    ("top_p", lambda v: 0 < v <= 1, "in (0, 1]"),
+    ("top_k", lambda v: v >= 0, "0 (off) or more"),
+    ("min_p", lambda v: 0 <= v < 1, "in [0, 1)"),
+    ("vllm_server_timeout", lambda v: v > 0, "above 0 seconds"),
+    ("embedded_max_model_len", lambda v: v >= 8, "at least 8"),
+    ("embedded_max_num_seqs", lambda v: v >= 1, "at least 1"),
+    ("max_concurrent_rollouts", lambda v: v >= 1, "at least 1"),
+    ("rollout_timeout", lambda v: v is None or v > 0, "above 0 seconds, or none"),
+    ("rollout_worker_timeout", lambda v: v > 0, "above 0 seconds"),
+    ("max_staleness", lambda v: v >= 0, "0 or more"),
+    ("num_completions_to_print", lambda v: v is None or v >= 1, "at least 1, or none"),
+    ("num_sampler_logprobs", lambda v: v >= 1, "at least 1"),
+    ("epsilon", lambda v: 0 <= v < 1, "in [0, 1)"),
+    ("epsilon_high", lambda v: v >= 0, "0 or more"),
+    ("vllm_importance_sampling_clip_min", lambda v: v is None or v >= 0, "0 or more, or none"),
+    ("vllm_importance_sampling_clip_max", lambda v: v is None or v > 0, "above 0, or none"),
+    ("per_device_train_batch_size", lambda v: v >= 1, "at least 1"),
+    ("gradient_accumulation_steps", lambda v: v >= 1, "at least 1"),
+    ("learning_rate", lambda v: v >= 0, "0 or more"),
+    ("warmup_steps", lambda v: v >= 0, "0 or more"),
+    ("weight_decay", lambda v: v >= 0, "0 or more"),
+    ("adam_beta1", lambda v: 0 <= v < 1, "in [0, 1)"),
+    ("adam_beta2", lambda v: 0 <= v < 1, "in [0, 1)"),
+    ("adam_epsilon", lambda v: v > 0, "above 0"),
+    ("max_grad_norm", lambda v: v > 0, "above 0"),
+    ("num_train_epochs", lambda v: v > 0, "above 0"),
+    ("max_steps", lambda v: v == -1 or v >= 1, "at least 1, or -1 for num_train_epochs"),
+    ("weight_sync_steps", lambda v: v >= 1, "at least 1"),
+    ("ddp_timeout", lambda v: v > 0, "above 0 seconds"),
+    ("logging_steps", lambda v: v >= 1, "at least 1"),
+    ("save_steps", lambda v: v >= 0, "0 (only at the end) or more"),
+    ("save_total_limit", lambda v: v is None or v >= 1, "at least 1, or none"),
+]
+
+
+def check(options: Options) -> Options:
+    """Refuse what cannot work, before anything expensive starts. Raises OptionError; returns the options."""
+    if not options.model:
+        raise OptionError("--model is required: a hub name or a directory with config.json and weights")
+    for name, allowed, text in RANGES:
+        value = getattr(options, name)
+        if not allowed(value):
+            raise OptionError(f"--{name} is {value}; it must be {text}")
+    low, high = options.vllm_importance_sampling_clip_min, options.vllm_importance_sampling_clip_max
+    if low is not None and high is not None and low >= high:
+        raise OptionError(f"--vllm_importance_sampling_clip_min {low} must be below ..._clip_max {high}")
+    if (options.top_p < 1 or options.min_p > 0) and options.top_k == 0:
+        raise OptionError(
+            "--top_p below 1 and --min_p above 0 need --top_k, which bounds the candidate set that log-probabilities are "
+            "renormalised over: without it an unchanged policy has a ratio other than 1. Add e.g. --top_k 64"
+        )
+    if options.lr_scheduler_type != "constant" and options.max_steps < 0:
+        raise OptionError(f"--lr_scheduler_type {options.lr_scheduler_type} decays over --max_steps; set it")
+    if not options.score_centering and options.score_centering_tail != "rescaled":
+        raise OptionError("--score_centering_tail has no effect with --score_centering false; leave it out")
+    if "embedded" in options.vllm_server_base_url and not options.embedded:
+        raise OptionError(
+            "--vllm_server_base_url embedded stands alone: it cannot be mixed with other servers"
+        )
+    return options
+
+
+def parse(arguments: list[str]) -> Options:
+    """Options from a command line whose first word may be a YAML or JSON file of defaults."""
+    from transformers import HfArgumentParser
+
+    parser = HfArgumentParser(Options, description="Asynchronous GRPO over prefix trees.")
+    if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
+        parser.set_defaults(**read_defaults(Path(arguments[0])))
+        arguments = arguments[1:]
+    options, unknown = parser.parse_args_into_dataclasses(args=arguments, return_remaining_strings=True)
+    if unknown:
+        raise OptionError(f"no such option: {' '.join(unknown)}; --help lists them all")
+    return options
+
+
+def read_defaults(path: Path) -> dict:
+    import yaml
+
+    if not path.is_file():
+        raise OptionError(f"no such file of options: {path}")
+    values = yaml.safe_load(path.read_text())  # JSON is YAML
+    if not isinstance(values, dict):
+        raise OptionError(f"{path} must hold one mapping of option names to values")
+    known = {f.name for f in dataclasses.fields(Options)}
+    if unknown := sorted(set(values) - known):
+        raise OptionError(f"{path} holds options that do not exist: {', '.join(unknown)}")
+    return values
+
+
+def describe(options: Options) -> str:
+    """The resolved options as JSON, the form that is printed and saved in output_dir."""
+    return json.dumps(dataclasses.asdict(options), indent=2)
+
+
+def parse_or_exit(arguments: list[str]) -> Options:
+    """`parse` and `check`; a bad option is one line on stderr and exit code 2."""
+    try:
+        options = check(parse(arguments))
+        if not options.task:
+            raise OptionError("--task is required: a module with dataset() and rewards, e.g. tasks/sort.py")
+        return options
+    except OptionError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

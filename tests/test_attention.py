@@ -1,0 +1,419 @@
+"""Tree attention equals attention on each path alone: values, gradients, whole models, and refusals.
+
+python -m pytest tests/test_attention.py
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import attention
+from attention import reference
+from packing import Sample, pack
+
+DATA = Path(__file__).parent / "data"
+REFERENCE = json.loads((DATA / "reference" / "tree_attention.json").read_text())
+VARIANTS = {variant["name"]: variant for variant in REFERENCE["variants"]}
+
+TINY = dict(
+    vocab_size=48,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+WINDOW = dict(sliding_window=3)
+FAMILIES = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen2-window": dict(use_sliding_window=True, max_window_layers=1, **WINDOW),
+    "Qwen3": {},
+    "Qwen3Moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "Mistral": WINDOW,
+    "Mixtral": dict(num_local_experts=4),
+    "Phi3": {},
+    "Olmo2": {},
+    "Cohere2": WINDOW,
+    "Gemma2": dict(attn_logit_softcapping=2.0, **WINDOW),
+    "Gemma3Text": dict(sliding_window_pattern=2, **WINDOW),
+    "GptOss": dict(
+        num_local_experts=4, num_experts_per_tok=2, rope_parameters={"rope_type": "default"}, **WINDOW
+    ),
+}
+
+
+def tiny_model(family, dtype=torch.float64, implementation="tree", **changes):
+    attention.register()
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family.split('-')[0]}Config")(
+        **{**TINY, **FAMILIES.get(family, {}), **changes}
+    )
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=implementation, dtype=dtype
+    )
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)  # as initialised, heads and sinks of tiny models hardly matter
+    return model.train()
+
+
+def make_sample(ids):
+    length = len(ids)
+    trained = np.arange(length) > 0
+    zeros = np.zeros(length, np.float32)
+    return Sample(
+        np.array(ids, np.int32), trained, zeros, 1.0, group_id=0, row_index=0, rollout_id=0, version=0
+    )
+
+
+def random_samples(seed, count=6, vocabulary=3, longest=12):
+    """Sequences of few distinct tokens, so that they share prefixes of every length, contain or repeat each other."""
+    rng = np.random.default_rng(seed)
+    samples = [rng.integers(3, 3 + vocabulary, rng.integers(2, longest)).tolist() for _ in range(count)]
+    return samples + [samples[0], samples[1] + samples[0], samples[0][: len(samples[0]) // 2 + 1]]
+
+
+tries = st.builds(
+    random_samples, st.integers(0, 10**6), st.integers(2, 8), st.integers(2, 4), st.integers(3, 20)
+)
+
+
+def row_logp(forward, samples):
+    """Log-probability of every trained token, sample by sample, from one row."""
+    row = pack([make_sample(ids) for ids in samples]).to("cpu")
+    logits = forward(row.input_ids[None], row.position_ids[None], **attention.index(row))[0]  # [N, V]
+    terms = logits.log_softmax(-1)[row.position, row.target]  # [M]
+    return [terms[row.sample == number] for number in range(len(samples))]
+
+
+def separate_logp(forward, samples):
+    """The same from one forward per sample: a tree without a branch, or ordinary attention."""
+    result = []
+    for ids in samples:
+        ids = torch.tensor(ids)
+        end = torch.full((len(ids),), len(ids), dtype=torch.int32)
+        alone = attention.index(SimpleNamespace(subtree_end=end, position_ids=torch.arange(len(ids))))
+        logits = forward(ids[None], torch.arange(len(ids))[None], **alone)[0]  # [L, V]
+        result.append(logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0])
+    return result
+
+
+def backward(logp, model):
+    """Gradients of an uneven sum of the log-probabilities, so that no two tokens' gradients can be swapped."""
+    model.zero_grad()
+    everything = torch.cat(logp)
+    (everything * torch.linspace(-1, 2, len(everything), dtype=everything.dtype)).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_row_equals_separate(model, samples, rtol, atol, alone=None):
+    def forward_with(one):
+        return lambda ids, positions, **tree: (
+            one(
+                input_ids=ids, position_ids=positions, use_cache=False, **(tree if one is model else {})
+            ).logits
+        )
+
+    alone = alone or model
+    together, apart = row_logp(forward_with(model), samples), separate_logp(forward_with(alone), samples)
+    torch.testing.assert_close(together, apart, rtol=rtol, atol=atol)
+    grads, expected = backward(together, model), backward(apart, alone)
+    assert grads.keys() == expected.keys() and len(grads) > 0
+    torch.testing.assert_close(grads, expected, rtol=rtol, atol=atol * 20)
+
+
+def tensor(values, dtype=torch.float64, grad=True):
+    return torch.tensor(values, dtype=dtype, requires_grad=grad)
+
+
+@pytest.fixture(params=["one block", "blocks of 1", "blocks of 4", "blocks of 4, recomputed"])
+def blocks(request, monkeypatch):
+    """The ways in which a row is cut; the values must not know."""
+    if request.param != "one block":
+        monkeypatch.setattr(reference, "SHORTEST_BLOCK", 1 if request.param == "blocks of 1" else 4)
+    if "recomputed" in request.param:
+        monkeypatch.setattr(reference, "KEPT_PAIRS", 0)
+
+
+# ---- the definition
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_reference_values_and_gradients_hold_in_float64(name, with_lse, blocks):
+    variant = VARIANTS[name]
+    q, k, v = (tensor(REFERENCE[key]) for key in "qkv")
+    sinks = tensor(REFERENCE["sink_logits"]) if variant["sink"] else None
+    plan = reference.plan(
+        torch.tensor(REFERENCE["subtree_end"], dtype=torch.int32), torch.tensor(REFERENCE["position_ids"])
+    )
+    options = dict(window=variant["window"], softcap=variant["softcap"], sinks=sinks, with_lse=with_lse)
+    out = reference.attend(q, k, v, plan, REFERENCE["scale"], **options)
+    if with_lse:
+        out, lse = out
+        torch.testing.assert_close(lse, tensor(variant["lse"]), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(out, tensor(variant["out"]), rtol=1e-9, atol=1e-12)
+    out.backward(tensor(REFERENCE["dout"]))
+    for found, key in ((q, "dq"), (k, "dk"), (v, "dv"), (sinks, "dsink")):
+        if found is not None:
+            torch.testing.assert_close(found.grad, tensor(variant[key], grad=False), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_branches_end_aligned_with_their_path_and_never_leak(dtype, blocks):
+    case = json.loads((DATA / "cases" / "A15_tree_attention_alignment.json").read_text())
+    inputs, expect = case["given"], case["expect"]
+    q, k, v = (tensor(inputs[key], dtype) for key in "qkv")
+    plan = reference.plan(
+        torch.tensor([8, 8, 5, 5, 5, 8, 8, 8], dtype=torch.int32), torch.tensor([0, 1, 2, 3, 4, 2, 3, 4])
+    )
+    out = reference.attend(*(x.view(8, 1, 1) for x in (q, k, v)), plan, inputs["softmax_scale"])
+    out.sum().backward()
+    exact = dtype != torch.bfloat16
+    tolerance = dict(rtol=0, atol=expect["tolerance"]) if exact else dict(rtol=0.02, atol=0.02)
+    for found, key in ((out.flatten(), "outputs"), (v.grad, "grad_v"), (k.grad, "grad_k")):
+        torch.testing.assert_close(found.double(), tensor(expect[key], grad=False), **tolerance)
+
+
+@settings(max_examples=15, deadline=None)
+@given(tries, st.sampled_from([None, 1, 2, 5]), st.booleans(), st.sampled_from([1, 2, 4]), st.integers(1, 40))
+def test_blocks_equal_the_definition_over_ancestors(samples, window, capped, groups, shortest):
+    row = pack([make_sample(ids) for ids in samples]).to("cpu")
+    length = len(row.input_ids)
+    torch.manual_seed(0)
+    q = torch.randn(length, 4, 3, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(length, groups, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    dout = torch.randn(length, 4, 3, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "SHORTEST_BLOCK", shortest)
+        plan = reference.plan(row.subtree_end, row.position_ids)
+        out = reference.attend(q, k, v, plan, 0.7, window=window, softcap=1.3 if capped else None)
+    found = torch.autograd.grad(out, (q, k, v), dout)
+
+    scores = 0.7 * torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(4 // groups, 1))
+    scores = 1.3 * torch.tanh(scores / 1.3) if capped else scores
+    visible = torch.zeros(length, length, dtype=torch.bool)
+    path = []  # of the token at hand, from its root: in depth-first order the token before it is on it or below
+    for i, depth in enumerate(row.position_ids.tolist()):
+        path = path[:depth] + [i]
+        visible[i, path if window is None else path[-window:]] = True
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    expected = torch.einsum("hij,jhd->ihd", weights, v.repeat_interleave(4 // groups, 1))
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, (q, k, v), dout), rtol=1e-9, atol=1e-12)
+
+
+def test_long_row_makes_no_square_array(monkeypatch):
+    prompt, branch, branches = 2000, 2000, 8
+    length = prompt + branch * branches
+    end = [length] * prompt + [prompt + branch * (b + 1) for b in range(branches) for _ in range(branch)]
+    depth = [*range(prompt)] + [*range(prompt, prompt + branch)] * branches
+    plan = reference.plan(torch.tensor(end, dtype=torch.int32), torch.tensor(depth))
+    sizes = []
+    made = reference._mask
+    monkeypatch.setattr(reference, "_mask", lambda *a: sizes.append((mask := made(*a)).numel()) or mask)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(length, 1, 8, requires_grad=True) for _ in range(3))
+    out = reference.attend(q, k, v, plan, 1.0)
+    assert not plan.masks and max(sizes) <= reference.LONGEST_BLOCK * (prompt + 2 * branch)
+    last = length - 1
+    path = [*range(prompt), *range(length - branch, length)]
+    alone = (k[path, 0] @ q[last, 0]).softmax(0) @ v[path, 0]  # [D]
+    torch.testing.assert_close(out[last, 0], alone, rtol=1e-4, atol=1e-5)
+    count = len(sizes)
+    grad = torch.autograd.grad(out[last].sum(), v)[0]
+    assert len(sizes) == 2 * count and (grad[:, 0, 0] != 0).nonzero().flatten().tolist() <= path
+
+
+# ---- models
+
+
+class Toy(nn.Module):
+    """A float64 transformer of two layers, position by depth: nothing in it runs in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.place, self.head = nn.Embedding(12, 16), nn.Embedding(64, 16), nn.Linear(16, 12)
+        self.qkv = nn.ModuleList(nn.Linear(16, 32) for _ in range(2))
+        self.out = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.mlp = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16)) for _ in range(2)
+        )
+        self.double()
+
+    def forward(self, ids, positions, **tree):
+        x = self.embed(ids) + self.place(positions)  # [1, N, E]
+        for qkv, out, mlp in zip(self.qkv, self.out, self.mlp, strict=True):
+            q, k, v = qkv(x).split([16, 8, 8], -1)
+            q, k, v = (t.unflatten(-1, (-1, 4)).transpose(1, 2) for t in (q, k, v))  # [1, H or G, N, D]
+            x = x + out(attention.tree_attention(self, q, k, v, None, **tree)[0].flatten(2))
+            x = x + mlp(x)
+        return self.head(x)
+
+
+@settings(max_examples=15, deadline=None)
+@given(tries)
+def test_float64_model_gives_a_row_the_logp_and_gradients_of_its_samples(samples):
+    torch.manual_seed(0)
+    model = Toy()
+    together, apart = row_logp(model, samples), separate_logp(model, samples)
+    torch.testing.assert_close(together, apart, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(backward(together, model), backward(apart, model), rtol=1e-9, atol=1e-11)
+
+
+@settings(max_examples=8, deadline=None)
+@given(tries)
+def test_qwen3_gives_a_row_the_logp_and_gradients_of_its_samples(samples):
+    # Its rotary embedding and softmax-free norms run in float32 even in a float64 model, hence the tolerance.
+    assert_row_equals_separate(tiny_model("Qwen3"), samples, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_gives_a_row_what_its_own_attention_gives_each_sample(family):
+    alone = tiny_model(family, implementation="eager")
+    model = tiny_model(family)
+    model.load_state_dict(alone.state_dict())
+    attention.check(model)
+    assert_row_equals_separate(model, random_samples(1, longest=16), rtol=1e-5, atol=1e-5, alone=alone)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_replays_the_index(reentrant):
+    samples = random_samples(2)
+    model = tiny_model("Qwen3")
+
+    def forward(ids, positions, **tree):
+        return model(input_ids=ids, position_ids=positions, use_cache=False, **tree).logits
+
+    plain = backward(row_logp(forward, samples), model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    torch.testing.assert_close(backward(row_logp(forward, samples), model), plain, rtol=1e-12, atol=1e-12)
+
+
+def test_layers_share_the_masks_of_a_row(monkeypatch):
+    made = []
+    mask = reference._mask
+    monkeypatch.setattr(reference, "_mask", lambda *arguments: made.append(arguments[2]) or mask(*arguments))
+    model = tiny_model("Gemma3Text", num_hidden_layers=6)  # every second layer has the window
+    row = pack([make_sample(ids) for ids in random_samples(3)]).to("cpu")
+    model(
+        input_ids=row.input_ids[None],
+        position_ids=row.position_ids[None],
+        use_cache=False,
+        **attention.index(row),
+    )
+    assert sorted(made, key=str) == [3, None]
+
+
+def test_autocast_reaches_the_attention_in_its_dtype():
+    model = tiny_model("Qwen3", torch.float32)
+    row = pack([make_sample(ids) for ids in random_samples(4)]).to("cpu")
+    inputs = dict(input_ids=row.input_ids[None], position_ids=row.position_ids[None], use_cache=False)
+    exact = model(**inputs, **attention.index(row)).logits
+    tree = attention.index(row)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**inputs, **tree).logits.float().sum().backward()
+        rough = model(**inputs, **tree).logits.float()
+        attention.check(model)
+    assert list(tree["tree"].plan.masks) == [(None, torch.bfloat16)]
+    assert (rough - exact).norm() < 0.05 * exact.norm()
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(dropout=0.1), "attention_dropout=0"),
+        (dict(position_bias=torch.zeros(1)), "position_bias"),
+        (dict(head_mask=torch.zeros(1)), "head_mask"),
+        (dict(output_attentions=True), "output_attentions"),
+        (dict(is_causal=False), "non-causal"),
+        (dict(attention_mask=torch.zeros(1, 1, 5, 5)), "mask of the model's own"),
+        (dict(key=torch.zeros(1, 2, 7, 4)), "use_cache=False"),
+        (dict(tree=None), r"\*\*attention.index\(row\)"),
+        (dict(sliding_window=0), "sliding_window"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(changes, message):
+    row = SimpleNamespace(subtree_end=torch.full((5,), 5, dtype=torch.int32), position_ids=torch.arange(5))
+    inputs = dict(query=torch.zeros(1, 4, 5, 4), key=torch.zeros(1, 2, 5, 4), value=torch.zeros(1, 2, 5, 4))
+    arguments = {**inputs, "attention_mask": None, **attention.index(row), "use_cache": False, **changes}
+    with pytest.raises(ValueError, match=message):
+        attention.tree_attention(nn.Linear(1, 1), **arguments)
+
+
+def test_forward_without_index_raises_and_names_the_layer():
+    with pytest.raises(ValueError, match=r"Qwen3Attention \(qwen3, layer 0\) got no tree index"):
+        tiny_model("Qwen3")(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False)
+
+
+def test_padding_mask_is_refused():
+    ids = torch.tensor([[3, 4, 5]])
+    with pytest.raises(ValueError, match="attention_mask"):
+        tiny_model("Qwen3")(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+
+
+def test_unknown_backend_is_refused():
+    row = SimpleNamespace(
+        subtree_end=torch.ones(1, dtype=torch.int32), position_ids=torch.zeros(1, dtype=torch.long)
+    )
+    with pytest.raises(ValueError, match="reference"):
+        attention.index(row, backend="fast")
+
+
+def test_check_refuses_recurrent_layers():
+    model = tiny_model("Lfm2", layer_types=["conv", "full_attention"])
+    with pytest.raises(ValueError, match="'lfm2'.*other branches"):
+        attention.check(model)
+
+
+def test_check_refuses_a_window_that_only_the_mask_knows():
+    model = tiny_model("Llama4Text", attention_chunk_size=4, num_local_experts=2, intermediate_size_mlp=48)
+    with pytest.raises(ValueError, match="'llama4_text'.*2 layers have a local window"):
+        attention.check(model)
+
+
+def test_check_refuses_a_model_that_keeps_the_index_from_its_layers():
+    with pytest.raises(ValueError, match="'nemotron'.*no tree index"):
+        attention.check(tiny_model("Nemotron"))
+
+
+def test_check_refuses_a_model_outside_the_interface():
+    with pytest.raises(ValueError, match="'mamba'.*attention interface"):
+        attention.check(tiny_model("Mamba"))
+
+
+def test_check_refuses_a_model_that_ignores_positions(monkeypatch):
+    model = tiny_model("Qwen3", torch.bfloat16)
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda position_ids, **kwargs: forward(**kwargs))
+    with pytest.raises(ValueError, match="position_ids"):
+        attention.check(model)
+
+
+def test_check_refuses_another_attention_implementation():
+    with pytest.raises(ValueError, match='attn_implementation="tree"'):
+        attention.check(tiny_model("Qwen3", implementation="sdpa"))
+
+
+def test_registering_twice_is_registering_once():
+    attention.register()
+    before = dict(transformers.AttentionInterface._global_mapping)
+    attention.register()
+    assert before == transformers.AttentionInterface._global_mapping

@@ -1,0 +1,206 @@
+"""python -m pytest tests/test_feed.py: rank 0's end of the queue, with a producer that is a list."""
+
+import queue
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from checkpoint import Progress
+from feed import WAITING, Feed
+from packing import Planner, RowCost, Sample
+from rollout import DeathMessage, GroupMessage, MetricsMessage, RolloutError
+
+
+class Producer:
+    """Stands for the rollout process: a queue filled by the test, and a record of what was published."""
+
+    def __init__(self, *messages):
+        self.queue = queue.Queue()
+        self.published = []
+        self.again = []
+        self.held = False
+        for message in messages:
+            self.queue.put(message)
+
+    def publish(self, version, allowance, again=()):
+        self.published.append((version, allowance))
+        self.again += again
+
+    def check(self):
+        pass
+
+    def status(self):
+        return "nothing in flight"
+
+
+def sample(group, length=10, version=0, first=None):
+    ids = np.arange(length, dtype=np.int32) + (first if first is not None else 100 * group)
+    trained = np.zeros(length, bool)
+    trained[length // 2 :] = True
+    return Sample(ids, trained, np.zeros(length, np.float32), 1.0, group, group, 0, version, enqueued_at=0.0)
+
+
+def group(number, count=2, size=100, dropped=None, **kwargs):
+    samples = (
+        [] if dropped else [sample(number, first=1000 * number + 50 * i, **kwargs) for i in range(count)]
+    )
+    return GroupMessage(number, samples, dropped, size, {"samples": count, "tokens": 5 * count})
+
+
+def feed_of(producer, ranks=1, budget=20, max_staleness=4, epochs=1.0, progress=None, accumulation=1):
+    options = SimpleNamespace(
+        max_staleness=max_staleness,
+        num_train_epochs=epochs,
+        max_steps=-1,
+        gradient_accumulation_steps=accumulation,
+    )
+    planner = Planner(ranks, budget, RowCost(token=1.0, pair=0.001))
+    return Feed(producer, planner, progress or Progress(), options)
+
+
+def close(feed):
+    feed.close_step({"perf/fwd_bwd_s": 1.0, "perf/step_s": 1.0}, 1)
+
+
+def drain(feed, patience=5.0):
+    plans = []
+    while (plan := feed.next(patience)) not in (None, WAITING):
+        plans.append(plan)
+        close(feed)
+    return plans, plan
+
+
+def test_every_sample_is_planned_once_and_the_stream_ends():
+    feed = feed_of(Producer(*[group(i, size=6) for i in range(6)]))
+    plans, last = drain(feed)
+    assert last is None
+    planned = sorted((s.group_id, int(s.input_ids[0])) for plan in plans for row in plan for s in row)
+    assert planned == sorted((i, 1000 * i + 50 * j) for i in range(6) for j in range(2))
+    assert feed.progress.position == 6 and not feed.progress.beyond
+
+
+def test_empty_is_not_finished():
+    feed = feed_of(Producer(group(0, size=6)))
+    assert feed.next(patience=0.3) == WAITING
+
+
+def test_dropped_groups_count_towards_the_end_of_the_epoch():
+    """An epoch of three prompts, one dropped for its rewards, does not wait for a fourth."""
+    feed = feed_of(Producer(group(0, size=3), group(1, size=3, dropped="equal rewards"), group(2, size=3)))
+    plans, last = drain(feed)
+    assert last is None and len(plans) <= 3
+    assert feed.dropped == {"equal rewards": 2}
+
+
+@pytest.mark.parametrize("max_staleness, kept", [(4, 3), (3, 2)])
+def test_samples_beyond_max_staleness_are_dropped_and_counted(max_staleness, kept):
+    """At version 7, samples of versions 2, 3, 7 and 6: staleness 5, 4, 0, 1."""
+    messages = [group(i, count=1, size=4, version=v) for i, v in enumerate([2, 3, 7, 6])]
+    feed = feed_of(Producer(*messages), max_staleness=max_staleness, budget=10)
+    feed.version = 7
+    plans = []
+    while (plan := feed.next(0.3)) != WAITING:
+        plans.append(plan)
+    versions = [s.version for plan in plans for row in plan for s in row]
+    held = feed.planner.held_tokens // 10
+    assert len(versions) + held == kept
+    assert feed.dropped["too old"] == 4 - kept
+    assert feed.window.values()["sample/dropped_stale_count"] == 4 - kept
+
+
+def test_a_prompt_whose_group_was_too_old_is_sampled_again():
+    producer = Producer(group(0, size=2, version=0), group(1, size=2, version=9))
+    feed = feed_of(producer, max_staleness=4)
+    feed.version = 9
+    drain(feed, patience=0.3)
+    assert producer.again == [0]
+    assert feed.progress.position == 0
+    producer.queue.put(group(0, size=2, version=9))
+    _, last = drain(feed)
+    assert last is None and feed.progress.position == 2
+
+
+def test_saved_position_is_the_first_prompt_neither_trained_nor_dropped_for_its_rewards():
+    progress = Progress()
+    for prompt in (0, 1, 2, 3, 6):
+        progress.done(prompt)
+    assert progress.position == 4 and progress.beyond == {6}
+
+
+def test_a_prompt_is_done_when_its_step_closes_not_when_it_is_planned():
+    feed = feed_of(Producer(*[group(i, size=9) for i in range(4)]))
+    feed.next(5.0)
+    assert feed.progress.count == 0
+    close(feed)
+    assert feed.progress.count >= 1
+
+
+@pytest.mark.parametrize("max_staleness, limit", [(2, 200), (1, 100), (0, 100)])
+def test_allowance_is_what_was_used_plus_staleness_times_the_last_step(max_staleness, limit):
+    """Steps of 100 tokens: max(max_staleness, 1) of them may be queued or in flight."""
+    producer = Producer(*[group(i, count=10) for i in range(3)])
+    feed = feed_of(producer, budget=100, max_staleness=max_staleness)
+    feed.publish()
+    assert producer.published[-1] == (0, limit)
+    feed.next(5.0)
+    close(feed)
+    feed.publish()
+    assert producer.published[-1] == (0, feed.used_tokens + max(max_staleness, 1) * feed.step_tokens)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+def test_allowance_grows_while_both_sides_wait(max_staleness):
+    producer = Producer(group(0))
+    producer.held = True
+    feed = feed_of(producer, budget=1000, max_staleness=max_staleness)
+    feed.publish()
+    before = producer.published[-1][1]
+    assert feed.next(patience=1.0) == WAITING
+    assert producer.published[-1][1] > before
+
+
+def test_a_starved_planner_is_flushed_and_does_not_shrink_the_allowance(monkeypatch):
+    monkeypatch.setattr("feed.STARVED_S", 0.3)
+    feed = feed_of(Producer(group(0)), budget=1000)
+    plan = feed.next(patience=5.0)
+    assert sum(len(row) for row in plan) == 2
+    close(feed)
+    assert feed.step_tokens == 1000
+
+
+def test_death_of_the_producer_carries_its_traceback():
+    feed = feed_of(Producer(DeathMessage("Traceback: ValueError: bad gold answer")))
+    with pytest.raises(RolloutError, match="bad gold answer"):
+        feed.next(5.0)
+
+
+def test_oversize_samples_are_dropped_counted_and_do_not_stop_the_run():
+    feed = feed_of(Producer(group(0, size=2, length=50), group(1, size=2)), budget=20)
+    _, last = drain(feed)
+    assert last is None
+    assert feed.dropped["longer than the token budget"] == 2
+    assert feed.progress.position == 2
+
+
+def test_ledger_balances():
+    messages = [group(0, size=4), group(1, size=4, dropped="equal rewards"), group(2, size=4, version=-9)]
+    feed = feed_of(Producer(*messages))
+    drain(feed, patience=0.3)
+    assert "6 generated = " in feed.ledger()
+    assert feed.generated["samples"] == feed.trained["samples"] + sum(feed.dropped.values())
+
+
+def test_spare_ranks_train_nothing_and_are_not_counted():
+    feed = feed_of(Producer(group(0, count=1, size=1)), ranks=3)
+    packets = feed.packets(5.0)
+    assert [packet.row.terms > 0 for packet in packets].count(True) == 1
+    assert all(packet.row.unique_tokens > 0 for packet in packets)
+    assert len({packet.trained_tokens for packet in packets}) == 1
+    assert feed.trained["samples"] == 1
+
+
+def test_metrics_of_the_producer_reach_the_window():
+    feed = feed_of(Producer(MetricsMessage({"reward": [1.0, 0.0], "rollout/score_s": 2.0})))
+    feed.next(patience=0.2)
+    assert feed.take_window().values() == {"reward": 0.5, "rollout/score_s": 2.0}

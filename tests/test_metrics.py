@@ -1,0 +1,99 @@
+"""python -m pytest tests/test_metrics.py: reductions of a logging window, the diagnosis, metrics.jsonl."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from metrics import Logger, Window, diagnose, term_metrics
+from options import Options
+
+CASE = json.loads((Path(__file__).parent / "data/cases/A08_metric_definitions.json").read_text())
+
+
+def reduced(name, *values):
+    window = Window()
+    for value in values:
+        window.add(name, value)
+    return window.values().get(name, math.nan)
+
+
+@pytest.mark.parametrize("key", sorted(CASE["given"]["window"]))
+def test_window_reduces_each_name_by_its_last_part(key):
+    name = key.split(" as ")[0].split(",")[0]
+    values = CASE["given"]["window"][key]
+    if " as (" in key:
+        values = [tuple(pair) for pair in values]
+    if name == "reward":  # measured per rollout
+        values = [[math.nan if v == "NaN" else v for v in values]]
+    assert reduced(name, *values) == pytest.approx(CASE["expect"]["window"][name])
+
+
+def test_nothing_behind_a_value_is_nan():
+    assert math.isnan(reduced("tools/failure_frequency", (0, 0)))
+    assert math.isnan(reduced("reward", []))
+
+
+def test_windows_of_ranks_merge_as_if_measured_together():
+    together, left, right = Window(), Window(), Window()
+    for i, values in enumerate([[1.0, 2.0], [5.0], [0.0, 0.0, 4.0]]):
+        for name in ("a/mean", "a/max", "a/min", "a/count"):
+            together.add(name, values)
+            (left if i % 2 else right).add(name, values)
+    left.merge(right)
+    assert left.values() == together.values()
+
+
+def test_term_metrics_are_taken_over_all_terms_before_masking():
+    ratio = torch.tensor([0.4, 0.6, 1.3, 4.5, 6.0])
+    stats = {
+        "log_ratio": ratio.log(),
+        "entropy": torch.ones(5),
+        "kept": torch.tensor([False, True, True, True, False]),
+        "clipped_low": torch.zeros(5, dtype=torch.bool),
+        "clipped_high": ratio > 1.2,
+    }
+    window = Window()
+    term_metrics(window, stats, SimpleNamespace(target=torch.arange(5), sample=torch.tensor([0, 0, 0, 1, 1])))
+    values = window.values()
+    assert values["sampling/masked_mean"] == pytest.approx(0.4)
+    assert values["sampling/importance_sampling_ratio/mean"] == pytest.approx(2.56)
+    assert values["sampling/importance_sampling_ratio/min"] == pytest.approx(0.4)
+    assert values["sampling/importance_sampling_ratio/max"] == pytest.approx(6.0)
+    assert values["sampling/sampling_logp_difference/mean"] == pytest.approx(0.997063497222)
+    assert values["sampling/sampling_logp_difference/max"] == pytest.approx(1.79175946923)
+    assert values["clip_ratio/high_mean"] == pytest.approx(0.6)
+    assert values["clip_ratio/high_max"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "waiting, held, verdict",
+    [
+        (0.5, 0.0, "generation-bound"),
+        (0.0, 0.5, "trainer-bound"),
+        (0.5, 0.5, "max_staleness"),
+        (0.0, 0.0, "balanced"),
+    ],
+)
+def test_diagnosis_names_the_bottleneck(waiting, held, verdict):
+    record = {"perf/step_s": 1.0, "perf/rollout_wait_s": waiting, "rollout/backpressure_s": held}
+    assert verdict in diagnose(record, 512)
+
+
+def test_records_are_json_with_null_for_what_was_not_measured(tmp_path):
+    logger = Logger(Options(model="m", output_dir=str(tmp_path)), step=0)
+    logger.record({"step": 1, "reward": math.nan, "loss": 0.5, "perf/fwd_bwd_mfu": math.inf})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"step": 1, "reward": None, "loss": 0.5, "perf/fwd_bwd_mfu": None}
+
+
+def test_a_resumed_run_drops_the_records_it_makes_again(tmp_path):
+    options = Options(model="m", output_dir=str(tmp_path))
+    logger = Logger(options, step=0)
+    for step in (1, 2, 3):
+        logger.record({"step": step})
+    Logger(options, step=2)
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [1, 2]

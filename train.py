@@ -1,0 +1,408 @@
+"""Asynchronous GRPO over prefix trees: the loop. Run it with
+
+    torchrun --nproc-per-node 8 train.py --model ... --task tasks/...        beside one or more vLLM servers
+    torchrun --nproc-per-node 2 train.py --model tiny --task tasks/sort.py --vllm_server_base_url embedded
+    --bf16 false
+
+One step:
+     1  rank 0 takes groups from the queue that the rollout process fills                         (rollout.py, feed.py)
+     2  and plans a micro-batch: one list of samples per rank, under the token budget             (packing.Planner)
+     3  folds each list into a prefix trie, a row, and hands every rank its own                   (packing.pack)
+     4  each rank forwards its row; a token that several samples share is forwarded once          (attention/)
+     5  the fused head turns hidden states and loss terms into a sum and its gradient             (loss.py)
+     6  backward: FSDP sums the gradients over the ranks                     (1-6 once per accumulated micro-batch)
+     7  gradients are divided once, by all trained tokens of the step, then clipped
+     8  AdamW
+     9  every weight_sync_steps the new weights go to the servers, whose requests wait in place    (sync.py)
+    10  metrics, checkpoint                                                         (metrics.py, checkpoint.py)
+
+Generation goes on during all of it; `max_staleness` bounds how far it may run ahead.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import signal
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Partial
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
+
+import attention
+import checkpoint
+import serve
+from checkpoint import Progress
+from client import Server
+from feed import WAITING, Batch, Feed
+from loss import Head, Objective, head_of, microbatch_weight, policy_loss, step_divisor
+from metrics import Logger, Stopwatch, Window, peak_flops, term_metrics
+from options import Options, OptionError, check, describe, parse_or_exit
+from packing import Planner, row_cost
+from rollout import RolloutProcess
+from sync import WeightSync
+
+PATIENCE_S = 60.0  # rank 0 tells the others this often that it still waits for rollouts
+
+
+@dataclass
+class Ranks:
+    """This process among the trainers."""
+
+    rank: int
+    size: int
+    device: torch.device
+    control: dist.ProcessGroup  # gloo, for plans and metrics; gradients and weights go over the default group
+
+
+def train(options: Options, rollouts=None, sync=None) -> Path:
+    """Train to the end of the prompts or of max_steps; returns the last checkpoint. Every rank calls this.
+
+    `rollouts` (default: the rollout process) and `sync` (default: packed weights to the servers) can be
+    replaced by anything with the same methods, see README. Only rank 0 uses `rollouts`.
+    """
+    check(options)
+    with ExitStack() as ends:
+        ranks = join_ranks(options, ends)
+        servers = reach_servers(options, ranks, ends) if rollouts is None or sync is None else []
+        model, tokenizer = load_model(options, ranks)
+        optimizer, scheduler = make_optimizer(options, model)
+        step, version, progress = resume(options, model, optimizer, scheduler)
+        sync = sync or WeightSync([connect() for connect in servers], options.vllm_server_timeout)
+        feed = (
+            make_feed(options, ranks, ends, rollouts, progress, servers, model) if ranks.rank == 0 else None
+        )
+        logger = Logger(options, step) if ranks.rank == 0 else None
+        watch, window = Stopwatch(), Window()
+        sync.init()
+        ends.callback(sync.close)
+        update_weights(sync, model, version, feed, ranks, watch)  # before the first prompt, on resume too
+        watch.take()
+
+        step_started = time.perf_counter()
+        objective = make_objective(options)
+        nonfinite_in_a_row, saved_at = 0, None
+        while step != options.max_steps:
+            trained_tokens = microbatches = 0
+            for _ in range(options.gradient_accumulation_steps):
+                with watch("perf/rollout_wait_s"):
+                    batch = next_batch(feed, ranks)
+                if batch is None:  # the prompts are used up: the step closes with what it has
+                    break
+                with watch("perf/fwd_bwd_s"):
+                    total, stats = forward_backward(model, batch, objective, options, ranks)
+                window.add("loss", (total.item(), len(batch.row.target)))
+                term_metrics(window, stats, batch.row)
+                trained_tokens += batch.trained_tokens
+                microbatches += 1
+            if microbatches == 0:
+                break
+            divisor = step_divisor(options.loss_normalization, trained_tokens, microbatches)
+            with watch("perf/optimizer_s"):
+                grad_norm = optimizer_step(model, optimizer, scheduler, divisor, options.max_grad_norm)
+            nonfinite_in_a_row = 0 if math.isfinite(grad_norm) else nonfinite_in_a_row + 1
+            step += 1
+            if nonfinite_in_a_row == 3:
+                stop_for_nonfinite_gradients(options, feed, step)
+            if step % options.weight_sync_steps == 0:
+                version += 1
+                update_weights(sync, model, version, feed, ranks, watch)
+
+            window.add("grad_norm", grad_norm)
+            window.add("nonfinite_grad_count", 0 if math.isfinite(grad_norm) else 1)
+            seconds = {**watch.take(), "perf/step_s": time.perf_counter() - step_started}
+            step_started = time.perf_counter()
+            window.update(seconds)
+            if feed:
+                feed.close_step(seconds, microbatches)
+            if step % options.logging_steps == 0:
+                log(logger, window, feed, step, scheduler.get_last_lr()[0], ranks)
+                window = Window()
+            if options.save_steps and step % options.save_steps == 0:
+                saved_at = save(options, ranks, model, optimizer, scheduler, tokenizer, step, version, feed)
+        if saved_at is None or saved_at.name != f"checkpoint-{step}":
+            saved_at = save(options, ranks, model, optimizer, scheduler, tokenizer, step, version, feed)
+        if feed:
+            print(f"done after {step} steps: {saved_at}\n{feed.ledger()}", flush=True)
+    dist.destroy_process_group()
+    return saved_at
+
+
+# ---- the step ----
+
+
+def next_batch(feed: Feed | None, ranks: Ranks) -> Batch | None:
+    """The next micro-batch: rank 0 plans it and hands each rank its row. None when the prompts are used up."""
+    while True:
+        packets = feed.packets(PATIENCE_S) if feed else None
+        received = [None]
+        dist.scatter_object_list(received, packets, src=0, group=ranks.control)
+        if received[0] != WAITING:
+            return received[0]
+
+
+def forward_backward(model, batch: Batch, objective: Objective, options: Options, ranks: Ranks):
+    """Forward a row, sum the loss over its terms, backward. Returns the sum (float32) and statistics per
+    term [M].
+
+    Gradients of plain sums: they are summed over ranks and micro-batches and divided once per step, so that
+    they do not depend on how samples were packed
+    (tests/test_train.py::test_gradient_does_not_depend_on_packing).
+    """
+    row = batch.row.to(ranks.device)
+    backbone = model.get_decoder()  # called below the root: the head runs fused with the loss, on terms only
+    hidden = backbone(
+        input_ids=row.input_ids[None],  # [1, N]
+        position_ids=row.position_ids[None],  # [1, N]
+        use_cache=False,
+        **attention.index(row),
+    ).last_hidden_state[0]  # [N, E]
+    total, stats = policy_loss(
+        hidden, gathered_head(model, hidden.dtype), row, objective, options.temperature
+    )
+    (total * microbatch_weight(options.loss_normalization, batch.trained_tokens)).backward()
+    return total.detach(), stats
+
+
+def gathered_head(model, dtype: torch.dtype) -> Head:
+    """The output head with its weight gathered from all ranks, once per micro-batch; its gradient is summed back."""
+
+    def whole(parameter):
+        return None if parameter is None else parameter.full_tensor(grad_placements=[Partial()]).to(dtype)
+
+    linear = model.get_output_embeddings()
+    return head_of(model, whole(linear.weight), whole(linear.bias))
+
+
+def optimizer_step(model, optimizer, scheduler, divisor: int, max_grad_norm: float) -> float:
+    """Divide, clip by the norm over all ranks, step. A gradient that is not finite changes nothing but the schedule."""
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    for parameter in parameters:
+        parameter.grad.div_(divisor)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    if math.isfinite(norm):
+        optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def update_weights(sync, model, version: int, feed: Feed | None, ranks: Ranks, watch: Stopwatch) -> None:
+    """Give the servers the model as `version`; it is published once it is in place on all of them."""
+    with watch("perf/weight_sync_s"):
+        with watch("perf/weight_sync_pause_s"):
+            sync.pause()
+        with watch("perf/weight_sync_barrier_s"):
+            dist.barrier(ranks.control)
+        with watch("perf/weight_sync_transfer_s"):
+            sync.send(model, version)
+        sync.resume()
+    if feed:
+        feed.version = version
+        feed.publish()
+
+
+def stop_for_nonfinite_gradients(options: Options, feed: Feed | None, step: int) -> None:
+    if feed:
+        path = Path(options.output_dir) / f"nonfinite-step-{step}.pickle"
+        path.write_bytes(pickle.dumps(feed.last_plan))
+        raise RuntimeError(
+            f"gradients were not finite three steps in a row; the last micro-batch is in {path}"
+        )
+    raise RuntimeError("gradients were not finite three steps in a row")
+
+
+def log(
+    logger: Logger | None, window: Window, feed: Feed | None, step: int, rate: float, ranks: Ranks
+) -> None:
+    """Reduce the window over the ranks; rank 0 writes its record."""
+    windows = [None] * ranks.size if ranks.rank == 0 else None
+    dist.gather_object(window, windows, dst=0, group=ranks.control)
+    if feed:
+        merged = feed.take_window()
+        for other in windows:
+            merged.merge(other)
+        values = {
+            "step": step,
+            "epoch": feed.epoch,
+            "num_tokens": feed.forwarded_tokens,
+            "learning_rate": rate,
+        }
+        logger.record({**values, **merged.values()})
+
+
+# ---- what the step runs on ----
+
+
+def join_ranks(options: Options, ends: ExitStack) -> Ranks:
+    """Join the process group torchrun describes, or a group of one. SIGTERM becomes an exit that closes all ends."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=options.ddp_timeout)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, **alone)
+    torch.manual_seed(options.seed)
+    return Ranks(rank, size, device, dist.new_group(backend="gloo", timeout=timeout))
+
+
+def reach_servers(options: Options, ranks: Ranks, ends: ExitStack) -> list[Server]:
+    """Rank 0's servers; the embedded one is started here and loads while the trainer's model does."""
+    if ranks.rank != 0:
+        return []
+    if not options.embedded:
+        return [Server(url, options.vllm_server_timeout) for url in options.vllm_server_base_url]
+    embedded = serve.Embedded(options, ranks.device)
+    ends.callback(embedded.stop)
+    return [embedded]
+
+
+def load_model(options: Options, ranks: Ranks):
+    """The model in float32, sharded over the ranks, computing in bf16 or float32; and its tokenizer."""
+    attention.register()
+    kwargs = {
+        "dtype": options.dtype,
+        "trust_remote_code": options.trust_remote_code,
+        **options.model_init_kwargs,
+    }
+    model = AutoModelForCausalLM.from_pretrained(options.model, attn_implementation="tree", **kwargs)
+    tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
+    model.float().to(ranks.device)
+    for module in model.modules():  # under dropout the ratio of an unchanged policy would not be 1
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    attention.check(model)
+    if options.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    shard(model, options, ranks)
+    return model.train(), tokenizer
+
+
+def shard(model, options: Options, ranks: Ranks) -> None:
+    """FSDP2: a unit per decoder layer and one for the rest of the backbone. Gradients are summed, not averaged."""
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, options.compute_dtype), reduce_dtype=torch.float32
+    )
+    backbone, head = model.get_decoder(), model.get_output_embeddings()
+    tied = head.weight is model.get_input_embeddings().weight
+    for layer in backbone.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(backbone, mesh=mesh, mp_policy=policy)
+    if tied:
+        head.weight = model.get_input_embeddings().weight  # the sharded one
+    else:
+        fully_shard(head, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+
+
+def make_optimizer(options: Options, model):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        parameters,
+        lr=options.learning_rate,
+        betas=(options.adam_beta1, options.adam_beta2),
+        eps=options.adam_epsilon,
+        weight_decay=options.weight_decay,
+        fused=True,
+    )
+    name = options.lr_scheduler_type
+    if name == "constant" and options.warmup_steps:
+        name = "constant_with_warmup"
+    return optimizer, get_scheduler(name, optimizer, options.warmup_steps, options.max_steps)
+
+
+def make_objective(options: Options) -> Objective:
+    return Objective(
+        score_centering=options.score_centering,
+        score_centering_tail=options.score_centering_tail,
+        epsilon=options.epsilon,
+        epsilon_high=options.epsilon_high,
+        clip_min=options.vllm_importance_sampling_clip_min,
+        clip_max=options.vllm_importance_sampling_clip_max,
+    )
+
+
+def make_feed(options, ranks: Ranks, ends: ExitStack, rollouts, progress, servers, model) -> Feed:
+    """Rank 0: start the rollouts, which wait for the first allowance, and plan rows from what they queue."""
+    rollouts = rollouts or RolloutProcess(replace(options, vllm_server_base_url=[s.url for s in servers]))
+    budget = options.token_budget
+    if budget is None:
+        budget = min(server.max_model_len() for server in servers)
+    planner = Planner(
+        ranks.size,
+        budget,
+        row_cost(model.config),
+        samples_per_rank=options.per_device_train_batch_size,
+        share=options.share_prefixes,
+    )
+    rollouts.start(progress.position, progress.beyond, 0)
+    ends.callback(rollouts.stop)
+    peak = ranks.size * peak_flops(torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu")
+    return Feed(rollouts, planner, progress, options, peak)
+
+
+def resume(options: Options, model, optimizer, scheduler) -> tuple[int, int, Progress]:
+    """Step, version and finished prompts: of the checkpoint to resume from, which is loaded, or of a fresh start."""
+    wanted = options.resume_from_checkpoint
+    if wanted is None or wanted.lower() == "false":
+        return 0, 0, Progress()
+    path = checkpoint.newest(options.output_dir) if wanted.lower() == "true" else Path(wanted)
+    if path is None:
+        raise OptionError(f"--resume_from_checkpoint true: no complete checkpoint in {options.output_dir}")
+    state = checkpoint.read_state(path)
+    checkpoint.load(path, model, optimizer)
+    scheduler.load_state_dict(state["scheduler"])
+    return state["step"], state["version"], Progress(state["position"], state["beyond"])
+
+
+def save(
+    options, ranks: Ranks, model, optimizer, scheduler, tokenizer, step: int, version: int, feed
+) -> Path:
+    state = {}
+    if feed:
+        progress = feed.progress
+        state = {"version": version, "position": progress.position, "beyond": sorted(progress.beyond)}
+        state["scheduler"] = scheduler.state_dict()
+    return checkpoint.save(
+        options.output_dir,
+        step,
+        model,
+        optimizer,
+        state,
+        tokenizer,
+        getattr(torch, options.compute_dtype),
+        options.save_only_model,
+        options.save_total_limit,
+    )
+
+
+def main() -> None:
+    options = parse_or_exit(sys.argv[1:])
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(describe(options), flush=True)
+    if not options.dry_run:
+        train(options)
+
+
+if __name__ == "__main__":
+    main()
