@@ -1,10 +1,10 @@
 """Checkpoints: what a run needs to go on, and a model that anyone can load.
 
     output_dir/checkpoint-40/
-        config.json model.safetensors tokenizer.json ...   Hugging Face format, compute dtype: from_pretrained, vLLM
-        state/                                             float32 weights and AdamW state, sharded (torch's DCP)
-        rng/rank-0.pt ...                                  random state of each rank
-        rollout_state.json                                 step, version, schedule, and which prompts are done
+        config.json model.safetensors tokenizer.json ...  Hugging Face format in the compute dtype
+        state/                                            float32 weights and AdamW state, sharded
+        rng/rank-0.pt ...                                 random state of each rank
+        rollout_state.json                                step, version, schedule, prompts that are done
 
 A directory is written under another name and renamed when complete, so that a half-written one is never
 picked up. The position that is saved is the *trained* one, not the generator's, which runs ahead.
@@ -14,6 +14,7 @@ Never: leave a directory called checkpoint-N that is not complete.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -103,7 +104,7 @@ def forget_old(output_dir: Path, keep: int | None) -> None:
 
 @torch.no_grad()
 def export(path: Path, model, tokenizer, dtype: torch.dtype) -> None:
-    """The model in Hugging Face format, in `dtype`. Gathered one parameter at a time; only rank 0 keeps and writes."""
+    """The model in Hugging Face format, in `dtype`: gathered by all ranks, kept and written by rank 0."""
     rank = dist.get_rank()
     weights = {}
     for name, tensor in {**dict(model.named_parameters()), **dict(persistent_buffers(model))}.items():
@@ -113,9 +114,10 @@ def export(path: Path, model, tokenizer, dtype: torch.dtype) -> None:
                 "cpu", dtype if whole.is_floating_point() else whole.dtype
             )
     if rank == 0:
-        before, model.config.dtype = model.config.dtype, dtype
         model.save_pretrained(path, state_dict=weights)
-        model.config.dtype = before
+        config = copy.deepcopy(model.config)  # save_pretrained wrote the dtype of the master weights
+        config.dtype = dtype
+        config.save_pretrained(path)
         tokenizer.save_pretrained(path)
 
 
@@ -146,7 +148,7 @@ def moments(optimizer, parameter) -> dict:
 
 
 def read_state(path: Path) -> dict:
-    """rollout_state.json of a checkpoint that can be resumed. Raises ValueError with what is wrong with the others."""
+    """rollout_state.json of a checkpoint. Raises ValueError when it cannot be resumed, with the reason."""
     file = Path(path) / "rollout_state.json"
     if not file.is_file():
         raise ValueError(

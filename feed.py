@@ -208,7 +208,7 @@ class Feed:
         window.add("batch/pad_frac", 0.0)  # rows are never padded
 
     def close_step(self, seconds: dict[str, float], microbatches: int) -> None:
-        """An optimizer step, which took `seconds` by phase, has been made of what was used since the last one."""
+        """An optimizer step has been made of what was used since the last one; it took `seconds`, by phase."""
         for prompt in self.open_prompts:
             self.progress.done(prompt)
         trained = self.trained["tokens"] - self.trained_before
@@ -251,8 +251,8 @@ class Feed:
         held = self.generated["samples"] - self.trained["samples"] - dropped
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items()) or "none"
         return (
-            f"samples: {self.generated['samples']} generated = {self.trained['samples']} trained + {dropped} dropped "
-            f"({reasons}) + {held} not yet trained"
+            f"samples: {self.generated['samples']} generated = {self.trained['samples']} trained + "
+            f"{dropped} dropped ({reasons}) + {held} not yet trained"
         )
 
 

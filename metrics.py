@@ -1,15 +1,14 @@
-"""Metrics: what is measured becomes one record per logging window, printed, written to metrics.jsonl, and
-diagnosed.
+"""Metrics: what is measured becomes a record per logging window: printed, written down, diagnosed.
 
     rollout process -> MetricsMessage --\\
-    ranks           -> term statistics ---> Window.add / merge -> record() -> console row, metrics.jsonl, diagnosis
+    ranks           -> term statistics ---> Window -> Logger -> console, metrics.jsonl, diagnosis
     feed, phases    -> counts, seconds --/
 
 A value's name decides how a window reduces it (its last part, after the last slash):
 
-    a list             mean over all its members in the window (per rollout, per sample); NaN members are left out
+    a list             mean over all its members (per rollout, per sample); NaN members are left out
     a pair (n, d)      total n / total d: rates and fractions
-    ..count..          sum                    ..max.. / ..min..     the extreme                 else: mean of the values
+    ..count..          sum            ..max.. / ..min..  the extreme            else  mean of the values
 
 Nothing behind a value (0/0, an empty list) is NaN, null in JSON. Metrics must never end a run.
 """
@@ -58,7 +57,7 @@ def rule(name: str) -> str:
 
 
 class Window:
-    """The values of one logging window, reduced as they arrive: name -> (total, weight) or the extreme so far."""
+    """Values of one logging window, reduced as they arrive: name -> (total, weight) or the extreme so far."""
 
     def __init__(self):
         self.totals: dict[str, tuple[float, float]] = {}
@@ -111,7 +110,7 @@ class Window:
 
 
 def term_metrics(window: Window, stats: dict, row) -> None:
-    """What the loss measured on one row (tensors [M], detached) as window values. See loss.policy_loss for `stats`."""
+    """What the loss measured on one row (tensors [M], see loss.policy_loss) as values of the window."""
     terms = len(row.target)
     if terms == 0:
         return
@@ -242,7 +241,7 @@ def cell(record: dict, name: str, form: str) -> str:
 
 
 class Stopwatch:
-    """Seconds spent in named phases: `with watch("perf/fwd_bwd_s"): ...`; `take()` returns them and starts over."""
+    """Seconds spent in named phases: `with watch("perf/fwd_bwd_s"): ...`; `take()` gives and resets them."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}

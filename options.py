@@ -1,8 +1,8 @@
 """Every option of a run, in one dataclass: defaults, help, and the checks made before a model is loaded.
 
     python train.py --model tiny --task tasks/sort.py --vllm_server_base_url embedded
-    python train.py run.yaml --learning_rate 3e-6          a YAML or JSON file gives defaults, the command line wins
-    python train.py run.yaml --dry_run                     prints the resolved options and stops
+    python train.py run.yaml --learning_rate 3e-6    a YAML or JSON file gives defaults, the command line wins
+    python train.py run.yaml --dry_run               prints the resolved options and stops
 
 Never: an option that has no effect in the mode chosen (it is refused, with the reason).
 """
@@ -218,8 +218,8 @@ def check(options: Options) -> Options:
         raise OptionError(f"--vllm_importance_sampling_clip_min {low} must be below ..._clip_max {high}")
     if (options.top_p < 1 or options.min_p > 0) and options.top_k == 0:
         raise OptionError(
-            "--top_p below 1 and --min_p above 0 need --top_k, which bounds the candidate set that log-probabilities are "
-            "renormalised over: without it an unchanged policy has a ratio other than 1. Add e.g. --top_k 64"
+            "--top_p below 1 and --min_p above 0 need --top_k, which bounds the candidate set that "
+            "log-probabilities are renormalised over: without it an unchanged policy has a ratio other than 1. Add e.g. --top_k 64"
         )
     if options.lr_scheduler_type != "constant" and options.max_steps < 0:
         raise OptionError(f"--lr_scheduler_type {options.lr_scheduler_type} decays over --max_steps; set it")

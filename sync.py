@@ -158,8 +158,8 @@ class Link:
         backend = (config.get("weight_transfer_config") or {}).get("backend")
         if backend != "gloo":
             raise SyncError(
-                f"{self.server.url} takes weights by {backend!r}; this trainer sends by 'gloo'. Start it "
-                """with --weight-transfer-config '{"backend":"gloo"}' or use --vllm_server_base_url embedded."""
+                f"{self.server.url} takes weights by {backend!r}; this trainer sends by 'gloo': start it "
+                """with --weight-transfer-config '{"backend":"gloo"}' or use the embedded one."""
             )
         self.dtype_name = config["model_config"]["dtype"].removeprefix("torch.")
         world_size = self.server.world_size() + 1

@@ -1,20 +1,19 @@
 """Asynchronous GRPO over prefix trees: the loop. Run it with
 
-    torchrun --nproc-per-node 8 train.py --model ... --task tasks/...        beside one or more vLLM servers
+    torchrun --nproc-per-node 8 train.py --model ... --task ...        beside one or more vLLM servers
     torchrun --nproc-per-node 2 train.py --model tiny --task tasks/sort.py --vllm_server_base_url embedded
-    --bf16 false
 
 One step:
-     1  rank 0 takes groups from the queue that the rollout process fills                         (rollout.py, feed.py)
-     2  and plans a micro-batch: one list of samples per rank, under the token budget             (packing.Planner)
-     3  folds each list into a prefix trie, a row, and hands every rank its own                   (packing.pack)
-     4  each rank forwards its row; a token that several samples share is forwarded once          (attention/)
-     5  the fused head turns hidden states and loss terms into a sum and its gradient             (loss.py)
-     6  backward: FSDP sums the gradients over the ranks                     (1-6 once per accumulated micro-batch)
+     1  rank 0 takes groups from the queue that the rollout process fills                (rollout.py, feed.py)
+     2  and plans a micro-batch: one list of samples per rank, under the token budget    (packing.Planner)
+     3  folds each list into a prefix trie, a row, and hands every rank its own          (packing.pack)
+     4  each rank forwards its row; a token that several samples share is forwarded once (attention/)
+     5  the fused head turns hidden states and loss terms into a sum and its gradient    (loss.py)
+     6  backward; the gradients are summed over the ranks       (1 to 6 once per accumulated micro-batch)
      7  gradients are divided once, by all trained tokens of the step, then clipped
      8  AdamW
-     9  every weight_sync_steps the new weights go to the servers, whose requests wait in place    (sync.py)
-    10  metrics, checkpoint                                                         (metrics.py, checkpoint.py)
+     9  every weight_sync_steps the servers get the weights; their requests wait in place (sync.py)
+    10  metrics, checkpoint                                                 (metrics.py, checkpoint.py)
 
 Generation goes on during all of it; `max_staleness` bounds how far it may run ahead.
 """
@@ -27,6 +26,7 @@ import pickle
 import signal
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -35,9 +35,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Partial
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers.utils.logging import disable_progress_bar
 
 import attention
 import checkpoint
@@ -47,7 +49,7 @@ from client import Server
 from feed import WAITING, Batch, Feed
 from loss import Head, Objective, head_of, microbatch_weight, policy_loss, step_divisor
 from metrics import Logger, Stopwatch, Window, peak_flops, term_metrics
-from options import Options, OptionError, check, describe, parse_or_exit
+from options import OptionError, Options, check, describe, parse_or_exit
 from packing import Planner, row_cost
 from rollout import RolloutProcess
 from sync import WeightSync
@@ -74,14 +76,14 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
     check(options)
     with ExitStack() as ends:
         ranks = join_ranks(options, ends)
-        servers = reach_servers(options, ranks, ends) if rollouts is None or sync is None else []
+        needs_servers = ranks.rank == 0 and (rollouts is None or sync is None)
+        embedded = start_embedded(options, ranks, ends) if needs_servers and options.embedded else None
         model, tokenizer = load_model(options, ranks)
         optimizer, scheduler = make_optimizer(options, model)
         step, version, progress = resume(options, model, optimizer, scheduler)
-        sync = sync or WeightSync([connect() for connect in servers], options.vllm_server_timeout)
-        feed = (
-            make_feed(options, ranks, ends, rollouts, progress, servers, model) if ranks.rank == 0 else None
-        )
+        servers = reach_servers(options, embedded) if needs_servers else []
+        sync = sync or WeightSync(servers, options.vllm_server_timeout)
+        feed = make_feed(options, ranks, ends, rollouts, progress, version, servers, model)
         logger = Logger(options, step) if ranks.rank == 0 else None
         watch, window = Stopwatch(), Window()
         sync.init()
@@ -119,7 +121,7 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
                 update_weights(sync, model, version, feed, ranks, watch)
 
             window.add("grad_norm", grad_norm)
-            window.add("nonfinite_grad_count", 0 if math.isfinite(grad_norm) else 1)
+            window.add("nonfinite_grad_count", 1 if ranks.rank == 0 and not math.isfinite(grad_norm) else 0)
             seconds = {**watch.take(), "perf/step_s": time.perf_counter() - step_started}
             step_started = time.perf_counter()
             window.update(seconds)
@@ -142,7 +144,7 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
 
 
 def next_batch(feed: Feed | None, ranks: Ranks) -> Batch | None:
-    """The next micro-batch: rank 0 plans it and hands each rank its row. None when the prompts are used up."""
+    """The next micro-batch: rank 0 plans it, every rank gets its row. None when the prompts are used up."""
     while True:
         packets = feed.packets(PATIENCE_S) if feed else None
         received = [None]
@@ -165,7 +167,7 @@ def forward_backward(model, batch: Batch, objective: Objective, options: Options
         input_ids=row.input_ids[None],  # [1, N]
         position_ids=row.position_ids[None],  # [1, N]
         use_cache=False,
-        **attention.index(row),
+        **attention.index(row, options.attention),
     ).last_hidden_state[0]  # [N, E]
     total, stats = policy_loss(
         hidden, gathered_head(model, hidden.dtype), row, objective, options.temperature
@@ -175,7 +177,7 @@ def forward_backward(model, batch: Batch, objective: Objective, options: Options
 
 
 def gathered_head(model, dtype: torch.dtype) -> Head:
-    """The output head with its weight gathered from all ranks, once per micro-batch; its gradient is summed back."""
+    """The output head, its weight gathered from all ranks once per micro-batch; gradients are summed back."""
 
     def whole(parameter):
         return None if parameter is None else parameter.full_tensor(grad_placements=[Partial()]).to(dtype)
@@ -185,7 +187,7 @@ def gathered_head(model, dtype: torch.dtype) -> Head:
 
 
 def optimizer_step(model, optimizer, scheduler, divisor: int, max_grad_norm: float) -> float:
-    """Divide, clip by the norm over all ranks, step. A gradient that is not finite changes nothing but the schedule."""
+    """Divide, clip by the norm over all ranks, step. A gradient that is not finite leaves the weights alone."""
     parameters = [p for p in model.parameters() if p.grad is not None]
     for parameter in parameters:
         parameter.grad.div_(divisor)
@@ -246,7 +248,7 @@ def log(
 
 
 def join_ranks(options: Options, ends: ExitStack) -> Ranks:
-    """Join the process group torchrun describes, or a group of one. SIGTERM becomes an exit that closes all ends."""
+    """Join the process group torchrun describes, or a group of one. SIGTERM becomes an exit that closes ends."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     cuda = torch.cuda.is_available()
@@ -260,15 +262,46 @@ def join_ranks(options: Options, ends: ExitStack) -> Ranks:
     return Ranks(rank, size, device, dist.new_group(backend="gloo", timeout=timeout))
 
 
-def reach_servers(options: Options, ranks: Ranks, ends: ExitStack) -> list[Server]:
-    """Rank 0's servers; the embedded one is started here and loads while the trainer's model does."""
-    if ranks.rank != 0:
-        return []
-    if not options.embedded:
-        return [Server(url, options.vllm_server_timeout) for url in options.vllm_server_base_url]
-    embedded = serve.Embedded(options, ranks.device)
-    ends.callback(embedded.stop)
-    return [embedded]
+def start_embedded(options: Options, ranks: Ranks, ends: ExitStack) -> Future:
+    """Rank 0 starts serve.py beside the trainers; it loads while they do. Resolves to process and URL."""
+    arguments = {
+        "model": options.model,
+        "port": 0,
+        "dtype": options.compute_dtype,
+        "device": str(ranks.device),
+        "max_model_len": options.embedded_max_model_len,
+        "max_num_seqs": options.embedded_max_num_seqs,
+        "max_logprobs": max(options.top_k, options.num_sampler_logprobs),
+        "transfer_timeout": options.vllm_server_timeout,
+    }
+    words = [str(word) for name, value in arguments.items() for word in (f"--{name}", value)]
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(serve.launch, words, options.vllm_server_timeout)
+    ends.callback(lambda: future.result()[0].terminate())
+    return future
+
+
+def reach_servers(options: Options, embedded: Future | None) -> list[Server]:
+    """Rank 0's servers, up and fit for what the options ask. ServerError or OptionError with what to do."""
+    urls = [embedded.result()[1]] if embedded else options.vllm_server_base_url
+    servers = [Server(url, options.vllm_server_timeout) for url in urls]
+    for server in servers:
+        server.wait_until_ready()
+        config = server.server_info()["vllm_config"]["model_config"]
+        plain = options.temperature == 1 and options.top_k == 0
+        if config["logprobs_mode"] != "processed_logprobs" and not plain:
+            raise OptionError(
+                f"{server.url} returns {config['logprobs_mode']}, not what it samples from at --temperature "
+                f"{options.temperature} --top_k {options.top_k}: start it with --logprobs-mode "
+                "processed_logprobs"
+            )
+        wanted = max(options.top_k, options.num_sampler_logprobs if options.score_centering else 0)
+        if 0 <= config["max_logprobs"] < wanted:
+            raise OptionError(
+                f"{server.url} returns at most {config['max_logprobs']} log-probabilities a token, this run "
+                f"needs {wanted}: start it with --max-logprobs {wanted}, or lower --top_k / --num_sampler_logprobs"
+            )
+    return servers
 
 
 def load_model(options: Options, ranks: Ranks):
@@ -295,7 +328,7 @@ def load_model(options: Options, ranks: Ranks):
 
 
 def shard(model, options: Options, ranks: Ranks) -> None:
-    """FSDP2: a unit per decoder layer and one for the rest of the backbone. Gradients are summed, not averaged."""
+    """FSDP2: a unit per decoder layer, one for the rest of the backbone. Gradients are summed, not averaged."""
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, options.compute_dtype), reduce_dtype=torch.float32
@@ -342,12 +375,18 @@ def make_objective(options: Options) -> Objective:
     )
 
 
-def make_feed(options, ranks: Ranks, ends: ExitStack, rollouts, progress, servers, model) -> Feed:
+def make_feed(
+    options, ranks: Ranks, ends: ExitStack, rollouts, progress, version, servers, model
+) -> Feed | None:
     """Rank 0: start the rollouts, which wait for the first allowance, and plan rows from what they queue."""
+    if ranks.rank != 0:
+        return None
     rollouts = rollouts or RolloutProcess(replace(options, vllm_server_base_url=[s.url for s in servers]))
     budget = options.token_budget
     if budget is None:
-        budget = min(server.max_model_len() for server in servers)
+        if not servers:
+            raise OptionError("--token_budget is required where no server tells its max_model_len")
+        budget = min(server.models()[0]["max_model_len"] for server in servers)
     planner = Planner(
         ranks.size,
         budget,
@@ -355,14 +394,14 @@ def make_feed(options, ranks: Ranks, ends: ExitStack, rollouts, progress, server
         samples_per_rank=options.per_device_train_batch_size,
         share=options.share_prefixes,
     )
-    rollouts.start(progress.position, progress.beyond, 0)
+    rollouts.start(progress.position, progress.beyond, version)
     ends.callback(rollouts.stop)
-    peak = ranks.size * peak_flops(torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu")
-    return Feed(rollouts, planner, progress, options, peak)
+    device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
+    return Feed(rollouts, planner, progress, options, ranks.size * peak_flops(device))
 
 
 def resume(options: Options, model, optimizer, scheduler) -> tuple[int, int, Progress]:
-    """Step, version and finished prompts: of the checkpoint to resume from, which is loaded, or of a fresh start."""
+    """Step, version and finished prompts: of a fresh start, or of the checkpoint that is loaded here."""
     wanted = options.resume_from_checkpoint
     if wanted is None or wanted.lower() == "false":
         return 0, 0, Progress()
@@ -372,6 +411,8 @@ def resume(options: Options, model, optimizer, scheduler) -> tuple[int, int, Pro
     state = checkpoint.read_state(path)
     checkpoint.load(path, model, optimizer)
     scheduler.load_state_dict(state["scheduler"])
+    for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate
     return state["step"], state["version"], Progress(state["position"], state["beyond"])
 
 
@@ -396,12 +437,14 @@ def save(
     )
 
 
+@record  # under torchrun: its report then ends with the traceback
 def main() -> None:
     options = parse_or_exit(sys.argv[1:])
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(describe(options), flush=True)
-    if not options.dry_run:
-        train(options)
+    if options.dry_run:
+        print(describe(options))
+        return
+    disable_progress_bar()
+    train(options)
 
 
 if __name__ == "__main__":

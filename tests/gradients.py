@@ -1,0 +1,36 @@
+"""One optimizer step on a fixed list of samples; writes its gradients: gradients.py OUT --name value ...
+
+Run alone or under torchrun; test_train.py compares what different splits of the same samples give.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import torch  # noqa: E402
+from replay import ListRollouts, NoSync, random_groups  # noqa: E402
+
+import train as trainer  # noqa: E402
+from options import parse  # noqa: E402
+from sync import full_tensor  # noqa: E402
+
+
+def main(out: str, *arguments: str) -> None:
+    inner = trainer.optimizer_step
+
+    def recorded(model, optimizer, scheduler, divisor, max_grad_norm):
+        # every rank gathers; the clipping and the step itself come after
+        grads = {name: full_tensor(p.grad) / divisor for name, p in model.named_parameters()}
+        if torch.distributed.get_rank() == 0:
+            torch.save(grads, out)
+        return inner(model, optimizer, scheduler, divisor, max_grad_norm)
+
+    trainer.optimizer_step = recorded
+    fixed = ["--model", "tiny", "--bf16", "false", "--max_steps", "1", "--gradient_accumulation_steps", "999"]
+    options = parse(fixed + ["--output_dir", f"{out}.run", "--save_only_model", "true", *arguments])
+    trainer.train(options, rollouts=ListRollouts(random_groups(8)), sync=NoSync())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,122 @@
+"""python -m pytest tests/test_checkpoint.py: what is written can be resumed, served and trusted."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import checkpoint
+from checkpoint import Progress, newest, read_state
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def tiny():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained("tiny", dtype="float32")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, optimizer, AutoTokenizer.from_pretrained("tiny")
+
+
+def train_a_step(model, optimizer, seed):
+    ids = torch.randint(0, 200, (2, 8), generator=torch.Generator().manual_seed(seed))
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def save(path, step, model, optimizer, tokenizer, only_model=False, limit=None, dtype=torch.float32):
+    state = {"version": step, "position": 3, "beyond": [5], "scheduler": {}}
+    return checkpoint.save(path, step, model, optimizer, state, tokenizer, dtype, only_model, limit)
+
+
+def test_a_resumed_model_goes_on_exactly_as_the_uninterrupted_one(tmp_path):
+    model, optimizer, tokenizer = tiny()
+    for seed in range(3):
+        train_a_step(model, optimizer, seed)
+    path = save(tmp_path, 3, model, optimizer, tokenizer)
+    drawn = torch.rand(4)  # the random state is part of the checkpoint
+    train_a_step(model, optimizer, 9)
+    other, other_optimizer, _ = tiny()
+    checkpoint.load(path, other, other_optimizer)
+    assert torch.equal(torch.rand(4), drawn)
+    train_a_step(other, other_optimizer, 9)
+    for (name, a), (_, b) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_every_checkpoint_loads_with_from_pretrained_and_generates(tmp_path):
+    model, optimizer, tokenizer = tiny()
+    path = save(tmp_path, 1, model, optimizer, tokenizer)
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+    for (name, a), (_, b) in zip(model.named_parameters(), loaded.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    ids = AutoTokenizer.from_pretrained(path)("sort: cab", return_tensors="pt")
+    assert loaded.generate(**ids, max_new_tokens=4, do_sample=False).shape[1] > ids["input_ids"].shape[1]
+
+
+def test_the_exported_model_is_in_the_compute_dtype_and_the_resumable_one_in_float32(tmp_path):
+    model, optimizer, tokenizer = tiny()
+    path = save(tmp_path, 1, model, optimizer, tokenizer, dtype=torch.bfloat16)
+    assert json.loads((path / "config.json").read_text())["dtype"] == "bfloat16"
+    loaded = AutoModelForCausalLM.from_pretrained(path)
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    other, other_optimizer, _ = tiny()
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    checkpoint.load(path, other, other_optimizer)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_half_written_checkpoint_is_never_picked_up(tmp_path, monkeypatch):
+    model, optimizer, tokenizer = tiny()
+    whole = save(tmp_path, 1, model, optimizer, tokenizer)
+    monkeypatch.setattr(checkpoint.dcp, "save", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        save(tmp_path, 2, model, optimizer, tokenizer)
+    assert newest(tmp_path) == whole
+    (tmp_path / "checkpoint-9").mkdir()  # a directory that something else left
+    assert newest(tmp_path) == whole
+    with pytest.raises(ValueError, match="not a complete checkpoint"):
+        read_state(tmp_path / "checkpoint-9")
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    model, optimizer, tokenizer = tiny()
+    for step in (5, 10, 20):
+        save(tmp_path, step, model, optimizer, tokenizer, only_model=True, limit=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-20"]
+    assert newest(tmp_path).name == "checkpoint-20"
+
+
+def test_a_checkpoint_with_only_the_model_says_how_to_use_it(tmp_path):
+    model, optimizer, tokenizer = tiny()
+    path = save(tmp_path, 1, model, optimizer, tokenizer, only_model=True)
+    assert not (path / "state").exists()
+    with pytest.raises(ValueError, match="--model"):
+        read_state(path)
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    model, optimizer, tokenizer = tiny()
+    save(tmp_path, 1, model, optimizer, tokenizer)
+    shutil.copy(tmp_path / "checkpoint-1/config.json", tmp_path / "checkpoint-1/stray.json")
+    assert not (save(tmp_path, 1, model, optimizer, tokenizer) / "stray.json").exists()
+
+
+def test_progress_moves_over_prompts_in_any_order():
+    progress = Progress()
+    for prompt in (2, 0, 5, 1):
+        progress.done(prompt)
+    assert (progress.position, progress.beyond, progress.count) == (3, {5}, 4)
+    progress.done(1)  # again: nothing changes
+    assert (progress.position, progress.beyond) == (3, {5})

@@ -1,0 +1,904 @@
+"""Run: pytest tests/test_loss.py. The oracle is plain autograd on full logits, term by term, in float64."""
+
+import dataclasses
+import itertools
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import loss
+from loss import Head, Objective, policy_loss
+
+DATA = Path(__file__).parent / "data"
+TOLERANCE = {torch.float64: {"rtol": 1e-9, "atol": 1e-12}, torch.float32: {"rtol": 1e-5, "atol": 2e-7}}
+BOTH = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+GRPO = Objective(score_centering=False)
+
+
+def load(name):
+    return json.loads((DATA / name).read_text())
+
+
+def close(actual, expected, dtype=torch.float64, **tolerance):
+    expected = torch.as_tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(actual.detach().double(), expected, **(tolerance or TOLERANCE[dtype]))
+
+
+def make_row(position, target, sampler_logp, advantage, topk=None, candidates=None):
+    """topk: (ids [M, K], logp [M, K]); candidates: one list of ids per term, empty = whole vocabulary."""
+    row = SimpleNamespace(
+        position=torch.as_tensor(position),
+        target=torch.as_tensor(target),
+        sampler_logp=torch.as_tensor(sampler_logp, dtype=torch.float64),
+        advantage=torch.as_tensor(advantage, dtype=torch.float64),
+        topk_ids=None,
+        topk_logp=None,
+        candidate_ids=None,
+        candidate_offsets=None,
+    )
+    if topk is not None:
+        row.topk_ids = torch.as_tensor(topk[0], dtype=torch.int32)
+        row.topk_logp = torch.as_tensor(topk[1], dtype=torch.float64)
+    if candidates is not None:
+        row.candidate_ids = torch.tensor([*itertools.chain(*candidates)], dtype=torch.int32)
+        row.candidate_offsets = torch.tensor([0, *itertools.accumulate(map(len, candidates))])
+    return row
+
+
+def from_logits(logits, dtype=torch.float64):
+    """hidden and head whose logits are the given ones [N, V]: the identity times the logits as a weight.
+
+    d loss / d logits is weight.grad.T, since hidden is the identity."""
+    logits = torch.as_tensor(logits, dtype=dtype)
+    weight = logits.T.contiguous().requires_grad_()  # [V, N]
+    return torch.eye(len(logits), dtype=dtype), Head(weight)
+
+
+def logit_gradient(logits, row, objective, temperature=1.0, dtype=torch.float64):
+    """Loss, statistics and d loss / d raw logits [N, V]."""
+    hidden, head = from_logits(logits, dtype)
+    total, stats = policy_loss(hidden, head, row, objective, temperature)
+    total.backward()
+    return total, stats, head.weight.grad.T
+
+
+# The oracle -------------------------------------------------------------------------------------------------
+
+
+def oracle(hidden, head, row, objective, temperature):
+    """The objectives written term by term from their definitions, on full logits, for autograd."""
+    low, high = objective.clip_min or 0.0, math.inf if objective.clip_max is None else objective.clip_max
+    up = objective.epsilon if objective.epsilon_high is None else objective.epsilon_high
+    total, logps, entropies = hidden.sum() * 0, [], []
+    for m in range(len(row.target)):
+        y = hidden[row.position[m]] @ head.weight.T
+        y = (y if head.bias is None else y + head.bias) * head.logit_scale
+        if head.softcap is not None:
+            y = head.softcap * torch.tanh(y / head.softcap)
+        z, target, advantage = y / temperature, int(row.target[m]), row.advantage[m]
+        full = z.log_softmax(-1)
+        entropies.append(-(full.exp() * full).sum())
+        support = set(range(len(z)))
+        if row.candidate_ids is not None:
+            listed = row.candidate_ids[row.candidate_offsets[m] : row.candidate_offsets[m + 1]].tolist()
+            support = set(listed) if target in listed else support
+        inside = torch.tensor([v in support for v in range(len(z))])
+        logp = z.masked_fill(~inside, -math.inf).log_softmax(-1)
+        logps.append(logp[target])
+        ratio = (logp[target] - row.sampler_logp[m]).exp()
+        kept = low <= ratio <= high
+        if not objective.score_centering:
+            clipped = ratio.clamp(1 - objective.epsilon, 1 + up)
+            total = total - kept * torch.minimum(ratio * advantage, clipped * advantage)
+            continue
+        update = kept * ratio.detach() * logp[target]
+        ids = [] if row.topk_ids is None else row.topk_ids[m].tolist()
+        slots = [k for k, v in enumerate(ids) if v >= 0 and v in support]
+        mu = {ids[k]: row.topk_logp[m, k].exp() for k in slots}
+        p = {v: logp[v].exp().detach() for v in mu}
+        rho = max(1 - sum(mu.values()), 1e-6) / max(1 - sum(p.values()), 1e-6)
+        tail_weight = rho * (1 / rho) * (low <= 1 / rho <= high)
+        if objective.score_centering_tail == "drop":
+            tail_weight = 0.0
+        for v in mu:
+            r = p[v] / mu[v]
+            update = update - (mu[v] * r * (low <= r <= high) - tail_weight * p[v]) * logp[v]
+        total = total - advantage * update
+    return total, torch.stack(logps), torch.stack(entropies)
+
+
+def random_problem(seed, dtype=torch.float64, bias=True, softcap=None, scale=1.0, sets="mixed"):
+    """10 positions, 14 terms (several on one position), vocabulary 23, K = 4 with padding."""
+    make = torch.Generator().manual_seed(seed)
+    positions, terms, vocabulary, width, k = 10, 14, 23, 6, 4
+    hidden = torch.randn(positions, width, generator=make, dtype=torch.float64)
+    weight = torch.randn(vocabulary, width, generator=make, dtype=torch.float64)
+    bias = torch.randn(vocabulary, generator=make, dtype=torch.float64) if bias else None
+    position = torch.randint(positions - 2, (terms,), generator=make).sort().values
+    target = torch.randint(vocabulary, (terms,), generator=make)
+    sampler = (hidden[position] @ weight.T * scale).div(0.9)
+    sampler = (sampler + 0.8 * torch.randn(sampler.shape, generator=make, dtype=torch.float64)).log_softmax(
+        -1
+    )
+    topk = sampler.topk(k, dim=1)
+    topk_ids, topk_logp = topk.indices.clone(), topk.values.clone()
+    topk_ids[3, 2:], topk_logp[3, 2:] = -1, -math.inf
+    topk_ids[5], topk_logp[5] = -1, -math.inf  # the server sent no head for this one
+    candidates = None
+    if sets == "mixed":
+        candidates = [sampler[m].topk(3 + m % 5).indices.tolist() for m in range(terms)]
+        candidates = [c if m % 3 else [] for m, c in enumerate(candidates)]
+        target[::2] = topk_ids[::2, 0].clamp(min=0)  # half of the targets surely in their set, the rest not
+    advantage = torch.randn(terms, generator=make, dtype=torch.float64)
+    sampled_logp = sampler.gather(1, target[:, None])[:, 0]
+    row = make_row(position, target, sampled_logp, advantage, (topk_ids, topk_logp), candidates)
+    parameters = [x.to(dtype).requires_grad_() for x in (hidden, weight, bias) if x is not None]
+    hidden, weight, bias = (*parameters, None)[:3]
+    return hidden, Head(weight, bias, scale, softcap), row
+
+
+def gradients(total, hidden, head):
+    inputs = [x for x in (hidden, head.weight, head.bias) if x is not None]
+    return torch.autograd.grad(total, inputs)
+
+
+OBJECTIVES = {
+    "surrogate": Objective(score_centering=False, epsilon_high=0.28),
+    "unbounded surrogate": Objective(score_centering=False, clip_min=None, clip_max=None),
+    "centred": Objective(clip_max=2.0),
+    "centred, tail dropped": Objective(score_centering_tail="drop", clip_max=2.0),
+    "centred, no mask": Objective(clip_min=0.0, clip_max=None),
+}
+HEADS = {
+    "plain": {"bias": False},
+    "bias": {"bias": True},
+    "softcap": {"bias": True, "softcap": 3.0, "scale": 0.7},
+    "scale": {"bias": False, "scale": 1.6},
+}
+
+
+@pytest.mark.parametrize("sets", ["mixed", "none"])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_loss_and_gradients_equal_autograd_on_full_logits(objective, head, sets):
+    objective = OBJECTIVES[objective]
+    for seed, temperature in ((0, 1.0), (1, 0.7)):
+        hidden, head_, row = random_problem(seed, sets=sets, **HEADS[head])
+        total, stats = policy_loss(hidden, head_, row, objective, temperature)
+        expected, logp, entropy = oracle(hidden, head_, row, objective, temperature)
+        close(total, expected.item())
+        close(stats["logp"], logp.tolist())
+        close(stats["entropy"], entropy.tolist())
+        for ours, theirs in zip(
+            gradients(total, hidden, head_), gradients(expected, hidden, head_), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if "centred" in name])
+def test_a_row_without_sampler_heads_is_plain_masked_importance_sampling(objective):
+    hidden, head, row = random_problem(2)
+    row.topk_ids = row.topk_logp = None
+    total, stats = policy_loss(hidden, head, row, OBJECTIVES[objective], 1.0)
+    expected, _, _ = oracle(hidden, head, row, OBJECTIVES[objective], 1.0)
+    close(total, expected.item())
+    close(gradients(total, hidden, head)[1], gradients(expected, hidden, head)[1])
+    assert (stats["sampler_mass"] == 0).all()
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_narrow_inputs_are_scored_in_float32(dtype, objective):
+    objective = OBJECTIVES[objective]
+    hidden, head, row = random_problem(3, dtype)
+    wide = hidden.detach().double().requires_grad_()
+    weight, bias = (x.detach().double().requires_grad_() for x in (head.weight, head.bias))
+    wide_head = Head(weight, bias)
+    total, stats = policy_loss(hidden, head, row, objective, 0.8)
+    expected, logp, entropy = oracle(wide, wide_head, row, objective, 0.8)
+    assert total.dtype == stats["logp"].dtype == stats["entropy"].dtype == torch.float32
+    close(total, expected.item(), rtol=1e-5, atol=1e-5)
+    close(stats["logp"], logp.tolist(), rtol=1e-5, atol=3e-6)
+    close(stats["entropy"], entropy.tolist(), rtol=1e-5, atol=3e-6)
+    rounding = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
+    for ours, theirs in zip(
+        gradients(total, hidden, head), gradients(expected, wide, wide_head), strict=True
+    ):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), theirs, rtol=rounding, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_gpu_gives_what_a_cpu_gives(dtype, objective):
+    hidden, head, row = random_problem(3, dtype, softcap=3.0)
+    total, stats = policy_loss(hidden, head, row, OBJECTIVES[objective], 0.8)
+    moved = [x.detach().cuda().requires_grad_() for x in (hidden, head.weight, head.bias)]
+    row = SimpleNamespace(**{name: value.cuda() for name, value in vars(row).items()})
+    gpu_head = Head(moved[1], moved[2], softcap=3.0)
+    gpu_total, gpu_stats = policy_loss(moved[0], gpu_head, row, OBJECTIVES[objective], 0.8)
+    torch.testing.assert_close(gpu_total.cpu(), total, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(gpu_stats["logp"].cpu(), stats["logp"], rtol=1e-5, atol=1e-5)
+    rounding = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}[dtype]
+    pairs = zip(gradients(gpu_total, moved[0], gpu_head), gradients(total, hidden, head), strict=True)
+    for ours, theirs in pairs:
+        assert (ours.cpu() - theirs).abs().max() <= rounding * theirs.abs().max()
+
+
+def test_a_float32_weight_under_bfloat16_states_gets_a_float32_gradient():
+    hidden, head, row = random_problem(4, torch.bfloat16, bias=False)
+    head = Head(head.weight.detach().float().requires_grad_())
+    total, _ = policy_loss(hidden, head, row, OBJECTIVES["centred"], 1.0)
+    total.backward()
+    wide = Head(head.weight.detach().double().requires_grad_())
+    oracle(hidden.detach().double(), wide, row, OBJECTIVES["centred"], 1.0)[0].backward()
+    assert head.weight.grad.dtype == torch.float32 and hidden.grad.dtype == torch.bfloat16
+    close(head.weight.grad, wide.weight.grad, rtol=1e-5, atol=1e-5)
+
+
+# Reference values -------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("sign", ["pos", "neg"])
+def test_clipped_surrogate_matches_the_reference(sign, dtype):
+    clip = load("reference/surrogate.json")["clip"]
+    case = clip["per_token"][sign]
+    objective = Objective(
+        False,
+        epsilon=clip["epsilon_low"],
+        epsilon_high=clip["epsilon_high"],
+        clip_min=clip["c_min"],
+        clip_max=clip["c_max"],
+    )
+    logp, mu = (torch.tensor(case[name], dtype=dtype) for name in ("logp", "old_logp"))
+    value, slope, stats = loss.clipped_surrogate(
+        logp, mu, torch.full_like(logp, case["advantage"]), objective
+    )
+    close(stats["log_ratio"].exp(), case["ratio"], dtype)
+    close(value, case["loss"], dtype)
+    close(slope, case["dloss_dlogp"], dtype)
+    assert stats["kept"].tolist() == case["kept"]
+    assert stats["clipped_low"].tolist() == case["low_clipped"]
+    assert stats["clipped_high"].tolist() == case["high_clipped"]
+
+
+def test_microbatch_normalisation_matches_the_reference():
+    surrogate = load("reference/surrogate.json")
+    case, clip = surrogate["normalisation"], surrogate["clip"]
+    objective = Objective(
+        False,
+        epsilon=clip["epsilon_low"],
+        epsilon_high=clip["epsilon_high"],
+        clip_min=clip["c_min"],
+        clip_max=clip["c_max"],
+    )
+    divisor = loss.step_divisor("microbatch", 12, len(case["micro_batches"]))
+    step_loss = 0.0
+    for batch in case["micro_batches"]:
+        weight = loss.microbatch_weight("microbatch", batch["n_global"])
+        for rank in batch["ranks"]:
+            tensors = [torch.tensor(rank[x], dtype=torch.float64) for x in ("logp", "old_logp", "advantage")]
+            value, slope, _ = loss.clipped_surrogate(*tensors, objective)
+            close(value, rank["loss"])
+            close(slope, rank["dloss_dlogp"])
+            close(slope * weight / divisor, rank["grad_after_allreduce_mean"])
+            local = (
+                value.sum() * weight / divisor
+            )  # summed over ranks; the reference averages, hence its factor
+            close(local * case["world_size"], rank["local_scaled_loss"])
+            step_loss += local.item()
+    assert step_loss == pytest.approx(case["step_loss"], rel=1e-12)
+
+
+def centering_cases(head=False):
+    cases = load("reference/score_centering.json")["cases"]
+    cases = [c for c in cases if c["tail"] != "none" or not head]
+    return [pytest.param(c, id=f"{c['c_min']}-{c['c_max']}-K{c['k']}-{c['tail']}") for c in cases]
+
+
+def centred(case, tail):
+    """A 'none' case is a term without a head: plain masked importance sampling."""
+    tail = "rescaled" if tail == "none" else tail
+    return Objective(score_centering_tail=tail, clip_min=case["c_min"], clip_max=case["c_max"])
+
+
+@BOTH
+@pytest.mark.parametrize("case", centering_cases())
+def test_score_centering_matches_the_reference_for_every_draw(case, dtype):
+    data = load("reference/score_centering.json")
+    mean = torch.zeros(5, dtype=torch.float64)
+    for draw in case["per_sampled_token"]:
+        a = draw["sampled"]
+        head_ids = [] if case["tail"] == "none" else case["head_ids"]
+        head_logmu = [] if case["tail"] == "none" else case["head_logmu"]
+        row = make_row([0], [a], [math.log(data["mu"][a])], [case["advantage"]], ([head_ids], [head_logmu]))
+        total, stats, grad = logit_gradient([data["logits"]], row, centred(case, case["tail"]), dtype=dtype)
+        close(total, draw["loss"], dtype)
+        close(grad[0], draw["grad_logits"], dtype)
+        close(stats["sampler_mass"], [sum(math.exp(x) for x in head_logmu)], dtype)
+        mean += data["mu"][a] * grad[0].double()
+    close(mean, case["expected_grad_under_sampler"], dtype)
+
+
+@pytest.mark.parametrize("case", centering_cases(head=True))
+def test_centering_coefficients_match_the_reference(case):
+    data = load("reference/score_centering.json")
+    logp = torch.tensor(data["logits"], dtype=torch.float64).log_softmax(-1)[case["head_ids"]][None]
+    mu = torch.tensor([case["head_logmu"]], dtype=torch.float64)
+    c = loss.centering_coefficients(
+        logp, mu, torch.ones_like(mu, dtype=torch.bool), centred(case, case["tail"])
+    )
+    close(c[0], case["c"])
+
+
+@BOTH
+@pytest.mark.parametrize("tail", ["rescaled", "drop"])
+def test_a_batch_of_centred_terms_matches_the_reference(tail, dtype):
+    batch = load("reference/score_centering.json")["batch"]
+    mu = [[float(x) for x in line] for line in batch["head_logmu"]]
+    row = make_row(
+        range(5), batch["sampled"], batch["sampled_logmu"], batch["advantages"], (batch["head_ids"], mu)
+    )
+    total, stats, grad = logit_gradient(batch["logits"], row, centred(batch, tail), dtype=dtype)
+    close(total, sum(batch["losses"][tail]), dtype)
+    close(grad, batch["grads"][tail], dtype)
+    close(stats["logp"], batch["logp_sampled"], dtype)
+    close(stats["log_ratio"].exp(), batch["ratio"], dtype)
+    close(stats["sampler_mass"], batch["sampler_mass"], dtype)
+
+
+@BOTH
+def test_score_centering_on_a_restricted_support_matches_the_reference(dtype):
+    data = load("reference/score_centering.json")
+    case = data["restricted_support"]
+    support, logmu = case["support"], case["logmu_support"]
+    mean = torch.zeros(5, dtype=torch.float64)
+    for draw in case["rows"]:
+        a = support.index(draw["sampled"])
+        row = make_row([0], [draw["sampled"]], [logmu[a]], [1.0], ([support], [logmu]), [support])
+        objective = Objective(clip_min=0.5, clip_max=2.0)
+        total, stats, grad = logit_gradient([data["logits"]], row, objective, dtype=dtype)
+        close(stats["logp"], [case["logp_support"][a]], dtype)
+        close(total, draw["loss"], dtype)
+        close(grad[0], draw["grad_logits"], dtype)
+        mean += math.exp(logmu[a]) * grad[0].double()
+    assert mean.abs().max() < (1e-15 if dtype == torch.float64 else 1e-7)
+
+
+@BOTH
+@pytest.mark.parametrize("variant", ["plain", "softcap"])
+def test_the_fused_head_matches_the_reference(variant, dtype):
+    data = load("reference/lm_head.json")
+    want = data["variants"][variant]
+    hidden, weight = (torch.tensor(data[x], dtype=dtype, requires_grad=True) for x in ("hidden", "weight"))
+    head = Head(weight, softcap=want["softcap"])
+    position, target = torch.tensor(data["position_of_term"]), torch.tensor(data["target"])
+    g, g_ids = (torch.tensor(data[x], dtype=dtype) for x in ("g_logp", "g_logp_ids"))
+    g = torch.cat([g[:, None], g_ids], dim=1)
+    ids = torch.cat([target[:, None], torch.tensor(data["ids"])], dim=1)
+
+    def linear(terms, logp):
+        return (g[terms] * logp).sum(1), g[terms], {"logp": logp}
+
+    total, stats = loss.fused_head(hidden, head, position, ids, None, data["temperature"], linear)
+    close(stats["logp"][:, 0], want["logp"], dtype)
+    close(stats["logp"][:, 1:], want["logp_ids"], dtype)
+    close(stats["entropy"], torch.tensor(want["entropy"], dtype=torch.float64)[position], dtype)
+    # the reference differentiates the entropy too, which no objective here does: plain autograd adds it
+    y = hidden @ weight.T
+    y = y if want["softcap"] is None else want["softcap"] * torch.tanh(y / want["softcap"])
+    logp = (y / data["temperature"]).log_softmax(-1)
+    entropy = -(torch.tensor(data["g_entropy"], dtype=dtype) * (logp.exp() * logp).sum(1)).sum()
+    (total + entropy).backward()
+    scale = {"rtol": 1e-9, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 5e-6}
+    close(hidden.grad, want["dhidden"], **scale)
+    close(weight.grad, want["dweight"], **scale)
+
+
+@BOTH
+@pytest.mark.parametrize("variant", ["plain", "softcap"])
+def test_restricted_log_probabilities_match_the_reference(variant, dtype):
+    data = load("reference/lm_head.json")
+    want = data["variants"][variant]
+    hidden, weight = (torch.tensor(data[x], dtype=dtype, requires_grad=True) for x in ("hidden", "weight"))
+    sets = [
+        [v for v, there in zip(ids, mask, strict=True) if there]
+        for ids, mask in zip(data["candidates"], data["candidate_mask"], strict=True)
+    ]
+    row = make_row(data["position_of_term"], data["target"], [0.0] * 8, [0.0] * 8, candidates=sets)
+    g = torch.tensor(data["g_logp"], dtype=dtype)
+    ids = torch.tensor(data["candidates"]).clamp(min=0)
+    support, listed, unusable = loss.support_of(row, ids, 13)
+    assert not unusable.any() and listed.tolist() == data["candidate_mask"]
+    coefficient = torch.zeros_like(ids, dtype=dtype)
+    coefficient[:, 0] = g
+
+    def linear(terms, logp):
+        return g[terms] * logp[:, 0], coefficient[terms], {"logp": logp}
+
+    head = Head(weight, softcap=want["softcap"])
+    total, stats = loss.fused_head(hidden, head, row.position, ids, support, data["temperature"], linear)
+    total.backward()
+    close(stats["logp"][:, 0], want["restricted_logp"], dtype)
+    expected = torch.tensor([[float(x or 0) for x in line] for line in want["restricted_logp_all"]])
+    close(stats["logp"][listed], expected.double()[listed], rtol=1e-5, atol=1e-5)
+    scale = {"rtol": 1e-9, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 5e-6}
+    close(hidden.grad, want["dhidden_restricted"], **scale)
+    close(weight.grad, want["dweight_restricted"], **scale)
+
+
+# Cases from public fault reports ----------------------------------------------------------------------------
+
+
+LOGPROB = load("cases/A07_logprob_definition.json")
+
+
+@pytest.mark.parametrize("case", LOGPROB["given"]["cases"], ids=lambda case: case["name"])
+def test_log_probability_follows_temperature_and_candidate_set(case):
+    want = LOGPROB["expect"][case["name"]]
+    dtype = torch.bfloat16 if case.get("dtype") == "bfloat16" else torch.float32
+    logits = [case.get("logits", LOGPROB["given"]["logits"])]
+    # advantage -1 and mu = pi: the gradient is that of log pi
+    row = make_row([0], [case["target"]], [want["logp"]], [-1.0], candidates=[case["S"] or []])
+    total, stats, grad = logit_gradient(logits, row, GRPO, case["T"], dtype)
+    close(stats["logp"], [want["logp"]], atol=want.get("tolerance", 1e-6), rtol=0)
+    close(stats["log_ratio"].exp(), [1.0], atol=1e-5, rtol=0)
+    assert grad.isfinite().all()
+    if "grad_logits" in want:
+        close(grad[0], want["grad_logits"], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("advantage", [1, -1])
+def test_a_ratio_outside_the_band_has_no_loss_but_stays_in_the_divisor(advantage):
+    case = load("cases/A09_masked_importance_and_clip.json")
+    given, want = case["given"], case["expect"]
+    side = want["advantage_plus_1" if advantage > 0 else "advantage_minus_1"]
+    objective = Objective(
+        False,
+        epsilon=given["epsilon"],
+        epsilon_high=given["epsilon_high"],
+        clip_min=given["clip_min"],
+        clip_max=given["clip_max"],
+    )
+    logp, mu = (torch.tensor(given[x], dtype=torch.float64) for x in ("log_probs", "old_log_probs"))
+    value, slope, stats = loss.clipped_surrogate(logp, mu, torch.full_like(mu, advantage), objective)
+    close(value, side["per_token"], atol=1e-5, rtol=0)
+    scale = loss.microbatch_weight("step", 5) / loss.step_divisor("step", 5, 1)
+    close(value.sum() * scale, side["loss"], atol=1e-5, rtol=0)
+    close(slope * scale, side["grad_wrt_logp"], atol=1e-5, rtol=0)
+    assert (~stats["kept"]).double().mean() == want["masked_mean"]
+    assert stats["log_ratio"].abs().mean().item() == pytest.approx(want["sampling_logp_difference_mean"])
+    assert stats["log_ratio"].exp().mean().item() == pytest.approx(want["importance_sampling_ratio_mean"])
+
+
+def summed_gradient(microbatches, normalization):
+    """d step loss / d theta with gradients summed over ranks, as train.py does it."""
+    gradient, tokens = 0.0, 0
+    for ranks in microbatches:
+        count = sum(map(len, ranks))
+        gradient += sum(map(sum, ranks)) * loss.microbatch_weight(normalization, count)
+        tokens += count
+    return gradient / loss.step_divisor(normalization, tokens, len(microbatches))
+
+
+def test_unequal_trained_token_counts_are_normalised_over_all_ranks():
+    case = load("cases/A10_token_normalisation.json")
+    batches = [[b["rank0"], b["rank1"]] for b in case["given"]["coefficients_per_micro_batch"]]
+    expected = case["expect"]["gradient_on_every_rank"]
+    assert summed_gradient(batches, "microbatch") == pytest.approx(expected, abs=1e-6)
+    pooled = case["expect"]["wrong_values_seen"]["one pooled mean over the step"]  # the rule of "step"
+    assert summed_gradient(batches, "step") == pytest.approx(pooled, abs=1e-6)
+
+
+def test_step_normalisation_does_not_depend_on_packing():
+    tokens = [1.0, 2.0, 3.0, 4.0, 5.0, 5.0, 10.0, 6.0]
+    packings = [[tokens, []]], [[tokens[:1], []], [tokens[1:4], tokens[4:]]], [[[t], []] for t in tokens]
+    assert [summed_gradient(packing, "step") for packing in packings] == pytest.approx([4.5, 4.5, 4.5])
+    assert [summed_gradient(packing, "microbatch") for packing in packings] == pytest.approx([4.5, 3.0, 4.5])
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_sum_does_not_depend_on_which_row_a_term_is_in(objective):
+    hidden, head, row = random_problem(11, sets="none")
+    whole = gradients(policy_loss(hidden, head, row, OBJECTIVES[objective], 0.9)[0], hidden, head)
+    parts = []
+    for some in (slice(None, None, 2), slice(1, None, 2)):
+        part = SimpleNamespace(**{k: v if v is None else v[some] for k, v in vars(row).items()})
+        parts.append(gradients(policy_loss(hidden, head, part, OBJECTIVES[objective], 0.9)[0], hidden, head))
+    for together, *apart in zip(whole, *parts, strict=True):
+        close(together, sum(apart))
+
+
+def test_an_empty_step_divides_by_one():
+    assert loss.microbatch_weight("microbatch", 0) == 1.0
+    assert loss.step_divisor("step", 0, 3) == 1
+    with pytest.raises(ValueError, match="loss_normalization"):
+        loss.microbatch_weight("sample", 3)
+
+
+def test_the_expected_score_is_subtracted_at_every_term():
+    case = load("cases/A11_score_centering.json")
+    given, want = case["given"]["full_coverage"], case["expect"]["full_coverage"]
+    logits, logmu = [[math.log(x) for x in given["p"]]], [math.log(x) for x in given["q"]]
+    mean = torch.zeros(3, dtype=torch.float64)
+    for a in given["sampled"]:
+        row = make_row([0], [a], [logmu[a]], [given["A"]], ([given["listed_tokens"]], [logmu]))
+        _, stats, grad = logit_gradient(logits, row, Objective())
+        weight = stats["log_ratio"].exp() * stats["kept"]
+        close(weight, [want["weights"][a]], atol=1e-6, rtol=0)
+        close(grad[0], want["grad_logits_by_sampled_token"][a], atol=1e-6, rtol=0)
+        mean += given["q"][a] * grad[0]
+    close(mean, want["q_weighted_mean_of_these_gradients"], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "tail"), [("all_in_band", "rescaled"), ("all_in_band", "drop"), ("partial_coverage", "drop")]
+)
+def test_centred_gradient_of_the_worked_cases(name, tail):
+    case = load("cases/A11_score_centering.json")
+    given, want = case["given"][name], case["expect"][name]
+    ids, a = given["listed_tokens"], given["sampled"]
+    logmu = [math.log(x) for x in given["q"]]
+    row = make_row([0], [a], [logmu[a]], [given["A"]], ([ids], [[logmu[v] for v in ids]]))
+    logits = [[math.log(x) for x in given["p"]]]
+    _, stats, grad = logit_gradient(logits, row, Objective(score_centering_tail=tail))
+    close(grad[0], want["grad_logits"], atol=1e-6, rtol=0)
+    if "sampler_mass" in want:
+        close(stats["sampler_mass"], [want["sampler_mass"]], atol=1e-6, rtol=0)
+
+
+# Properties -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 7])
+def test_an_unchanged_policy_has_the_plain_policy_gradient(k):
+    logits = torch.randn(6, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logp = logits.log_softmax(-1)
+    target, advantage = torch.tensor([0, 3, 6, 2, 2, 5]), torch.linspace(-1, 2, 6, dtype=torch.float64)
+    mu = logp.gather(1, target[:, None])[:, 0]
+    row = make_row(range(6), target, mu, advantage, logp.topk(k, dim=1).indices.tolist() and _topk(logp, k))
+    plain = advantage[:, None] * (logp.exp() - torch.nn.functional.one_hot(target, 7))
+    for objective in (Objective(), GRPO):
+        _, stats, grad = logit_gradient(logits, row, objective)
+        assert stats["kept"].all() and not stats["clipped_low"].any() and not stats["clipped_high"].any()
+        close(grad, plain)
+
+
+def _topk(logp, k):
+    top = logp.topk(k, dim=1)
+    return top.indices, top.values
+
+
+@pytest.mark.parametrize("band", [(0.5, 2.0), (0.8, 1.25), (None, None)])
+@pytest.mark.parametrize("candidates", [None, [0, 2, 3, 5]])
+def test_the_centred_update_is_zero_on_average(band, candidates):
+    """Every draw of the sampler enumerated, its head covering its whole support; masked draws included."""
+    make = torch.Generator().manual_seed(1)
+    logits, sampler = torch.randn(2, 7, generator=make, dtype=torch.float64)
+    support = list(range(7)) if candidates is None else candidates
+    logmu = sampler[support].log_softmax(-1)
+    mean, masked = torch.zeros(7, dtype=torch.float64), 0
+    for a, v in enumerate(support):
+        sets = None if candidates is None else [candidates]
+        row = make_row([0], [v], logmu[a : a + 1], [1.3], (torch.tensor([support]), logmu[None]), sets)
+        objective = Objective(clip_min=band[0], clip_max=band[1])
+        _, stats, grad = logit_gradient(logits[None], row, objective)
+        mean += logmu[a].exp() * grad[0]
+        masked += int(~stats["kept"])
+    assert mean.abs().max() < 1e-15
+    assert masked == 0 if band[0] is None else masked > 0
+
+
+def test_a_dropped_tail_moves_an_unchanged_policy():
+    logits = torch.tensor([[1.2, 0.4, -0.3, 0.1, -1.5]], dtype=torch.float64)
+    logp = logits.log_softmax(-1)
+    norms = {}
+    for tail in ("rescaled", "drop"):
+        mean = torch.zeros(5, dtype=torch.float64)
+        for a in range(5):
+            row = make_row([0], [a], logp[0, a : a + 1], [1.0], _topk(logp, 2))
+            mean += logp[0, a].exp() * logit_gradient(logits, row, Objective(score_centering_tail=tail))[2][0]
+        norms[tail] = mean.norm().item()
+    assert norms["rescaled"] < 1e-15
+    assert norms["drop"] > 0.1
+
+
+def test_restricted_and_whole_vocabulary_terms_share_a_position():
+    logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    sets, targets, advantage = [[1, 4, 7], [], [4, 1]], [4, 4, 1], torch.tensor([0.5, -2.0, 1.0]).double()
+    mu = torch.full((3,), -1.0, dtype=torch.float64)
+    objective = Objective(False, clip_min=None, clip_max=None, epsilon=100.0)
+    together = make_row([0, 0, 0], targets, mu, advantage, candidates=sets)
+    _, stats, grad = logit_gradient(logits, together, objective)
+    apart = torch.zeros_like(grad)
+    for m in range(3):
+        row = make_row([0], targets[m : m + 1], mu[:1], advantage[m : m + 1], candidates=sets[m : m + 1])
+        apart += logit_gradient(logits, row, objective)[2]
+    close(grad, apart)
+    assert stats["entropy"].unique().numel() == 1  # of the full distribution, whatever the restriction
+
+
+def test_a_set_without_its_target_means_the_whole_vocabulary_and_is_counted():
+    logits = torch.randn(2, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    args = ([0, 1], [4, 5], [-1.0, -1.0], [1.0, -1.0])
+    _, stats, grad = logit_gradient(logits, make_row(*args, candidates=[[1, 2], [5, 6]]), GRPO)
+    _, expected, expected_grad = logit_gradient(logits, make_row(*args, candidates=[[], [5, 6]]), GRPO)
+    assert stats["support_unusable"].tolist() == [True, False]
+    assert not expected["support_unusable"].any()
+    close(stats["logp"], expected["logp"])
+    close(grad, expected_grad)
+
+
+def test_every_objective_reports_clip_flags_of_all_terms():
+    hidden, head, row = random_problem(5)
+    by_objective = [policy_loss(hidden, head, row, o, 1.0)[1] for o in (GRPO, Objective())]
+    for name in ("kept", "log_ratio", "clipped_low", "clipped_high"):
+        assert torch.equal(by_objective[0][name], by_objective[1][name])
+    assert by_objective[0]["clipped_low"].any() and by_objective[0]["clipped_high"].any()
+    assert "sampler_mass" in by_objective[1] and "sampler_mass" not in by_objective[0]
+    outside = ~by_objective[0]["kept"]
+    assert (outside & (by_objective[0]["clipped_low"] | by_objective[0]["clipped_high"])).any()
+
+
+@pytest.mark.parametrize("objective", [GRPO, Objective(), Objective(clip_min=None, clip_max=None)])
+@pytest.mark.parametrize("broken", [-math.inf, -1e30, -60.0])
+def test_a_broken_sampler_log_probability_stays_finite(broken, objective):
+    row = make_row([0, 1], [1, 2], [broken, -1.0], [1.0, 1.0])
+    total, stats, grad = logit_gradient(torch.zeros(2, 4).tolist(), row, objective)
+    assert total.isfinite() and grad.isfinite().all()
+    assert stats["log_ratio"][0] == 20.0
+    assert stats["kept"].tolist() == [objective.clip_max is None, True]
+
+
+def test_a_clamped_ratio_pushes_nothing():
+    """Without a mask, A < 0 and a ratio past e^20 would otherwise have a gradient of e^20."""
+    row = make_row([0], [1], [-60.0], [-1.0])
+    total, _, grad = logit_gradient([[0.0, 1.0]], row, Objective(False, clip_min=None, clip_max=None))
+    assert total.item() == pytest.approx(math.exp(20)) and (grad == 0).all()
+
+
+def test_a_head_token_of_probability_zero_is_padding():
+    args = ([0], [1], [-1.0], [1.0])
+    logits = [[0.0, 1.0, 2.0, -1.0]]
+    zero = logit_gradient(logits, make_row(*args, ([[1, 3]], [[-0.1, -math.inf]])), OBJECTIVES["centred"])[2]
+    padding = logit_gradient(
+        logits, make_row(*args, ([[1, -1]], [[-0.1, -math.inf]])), OBJECTIVES["centred"]
+    )[2]
+    assert torch.equal(zero, padding)
+
+
+def test_a_masked_term_has_no_gradient_at_all():
+    row = make_row([0], [1], [-9.0], [2.0])
+    for objective in (GRPO, Objective()):
+        total, stats, grad = logit_gradient([[0.0, 1.0, 2.0]], row, objective)
+        assert total == 0 and (grad == 0).all() and not stats["kept"].any() and len(stats["kept"]) == 1
+
+
+@pytest.mark.parametrize("objective", [GRPO, Objective()])
+@pytest.mark.parametrize("extras", [False, True])
+def test_a_row_without_terms_gives_zero_with_zero_gradients(objective, extras):
+    hidden, head, _ = random_problem(6)
+    nothing = torch.zeros(0, dtype=torch.long)
+    topk = (torch.zeros(0, 4), torch.zeros(0, 4))
+    row = make_row(nothing, nothing, torch.zeros(0), torch.zeros(0))
+    if extras:
+        row.topk_ids, row.topk_logp = topk[0].int(), topk[1]
+        row.candidate_ids, row.candidate_offsets = nothing.int(), torch.zeros(1, dtype=torch.long)
+    total, stats = policy_loss(hidden, head, row, objective, 1.0)
+    total.backward()
+    assert total.item() == 0 and all(len(value) == 0 for value in stats.values())
+    for parameter in (hidden, head.weight, head.bias):
+        assert parameter.grad is not None and (parameter.grad == 0).all()
+
+
+@pytest.mark.parametrize("objective", [GRPO, OBJECTIVES["centred"]])
+def test_chunk_size_does_not_change_the_result(objective, monkeypatch):
+    results = []
+    for rows in (1, 3, 1000):
+        monkeypatch.setitem(loss.CHUNK_BYTES, "cpu", rows * 23 * 8)
+        hidden, head, row = random_problem(7, softcap=3.0)
+        total, stats = policy_loss(hidden, head, row, objective, 0.7)
+        results.append(
+            [total, *gradients(total, hidden, head), *(stats[name].double() for name in sorted(stats))]
+        )
+    for other in results[:2]:
+        for ours, whole in zip(other, results[2], strict=True):
+            torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-13)
+
+
+class LargestTensor(TorchDispatchMode):
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+@pytest.mark.parametrize("objective", [GRPO, Objective()])
+def test_no_tensor_of_terms_by_vocabulary_is_made_or_saved(objective, monkeypatch):
+    terms, vocabulary, width, rows = 300, 4001, 8, 5
+    monkeypatch.setitem(loss.CHUNK_BYTES, "cpu", rows * vocabulary * 4)
+    make = torch.Generator().manual_seed(0)
+    hidden = torch.randn(terms, width, generator=make, requires_grad=True)
+    weight = torch.randn(vocabulary, width, generator=make, requires_grad=True)
+    ids = torch.arange(8).expand(terms, 8)
+    topk = (ids, torch.full((terms, 8), -3.0))
+    row = make_row(range(terms), torch.arange(terms), torch.full((terms,), -3.0), torch.ones(terms), topk)
+    row.candidate_ids = torch.arange(terms, dtype=torch.int32)
+    row.candidate_offsets = torch.arange(terms + 1)
+    saved = []
+    with LargestTensor() as largest:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+            total, _ = policy_loss(hidden, Head(weight), row, objective, 1.0)
+        total.backward()
+    assert largest.elements <= max(rows, width) * vocabulary
+    assert sum(saved) <= vocabulary * width + terms * (width + 1)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "bias"])
+def test_what_needs_no_gradient_gets_none(frozen):
+    hidden, head, row = random_problem(8)
+    expected = dict(
+        zip(
+            ("hidden", "weight", "bias"),
+            gradients(policy_loss(hidden, head, row, GRPO, 1.0)[0], hidden, head),
+            strict=True,
+        )
+    )
+    parts = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
+    parts[frozen] = parts[frozen].detach()
+    policy_loss(parts["hidden"], Head(parts["weight"], parts["bias"]), row, GRPO, 1.0)[0].backward()
+    assert parts.pop(frozen).grad is None
+    for name, tensor in parts.items():
+        torch.testing.assert_close(tensor.grad, expected[name])
+
+
+def test_without_autograd_only_the_values_are_computed(monkeypatch):
+    hidden, head, row = random_problem(8)
+    expected, _ = policy_loss(hidden, head, row, GRPO, 1.0)
+    monkeypatch.setattr(loss, "through_the_logits", None)  # any call of it would fail
+    with torch.no_grad():
+        total, _ = policy_loss(hidden, head, row, GRPO, 1.0)
+    assert not total.requires_grad and torch.equal(total, expected.detach())
+
+
+def test_backward_scales_by_the_incoming_gradient():
+    hidden, head, row = random_problem(9)
+    once = gradients(policy_loss(hidden, head, row, GRPO, 1.0)[0], hidden, head)
+    thrice = gradients(policy_loss(hidden, head, row, GRPO, 1.0)[0] * -3, hidden, head)
+    for a, b in zip(once, thrice, strict=True):
+        torch.testing.assert_close(-3 * a, b)
+
+
+def test_a_second_backward_is_refused():
+    hidden, head, row = random_problem(9)
+    total, _ = policy_loss(hidden, head, row, GRPO, 1.0)
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+def test_autocast_does_not_round_the_logits():
+    hidden, head, row = random_problem(10, torch.float32)
+    expected, _ = policy_loss(hidden, head, row, GRPO, 1.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        total, _ = policy_loss(hidden, head, row, GRPO, 1.0)
+    assert torch.equal(total, expected)
+
+
+# Refusals ---------------------------------------------------------------------------------------------------
+
+
+def score(row, objective=None):
+    return logit_gradient(torch.zeros(2, 5).tolist(), row, objective or Objective())
+
+
+def test_ids_beyond_the_head_are_refused_with_both_numbers():
+    good = {"position": [0, 1], "target": [1, 2], "sampler_logp": [-1.0, -1.0], "advantage": [1.0, 1.0]}
+    with pytest.raises(ValueError, match="target is 5, .*5 rows"):
+        score(make_row(**(good | {"target": [1, 5]})))
+    with pytest.raises(ValueError, match="target is -1, "):
+        score(make_row(**(good | {"target": [-1, 2]})))
+    with pytest.raises(ValueError, match="candidate id is 7, .*5 rows"):
+        score(make_row(**good, candidates=[[1, 7], []]))
+    with pytest.raises(ValueError, match="top-k is 9, .*5 rows"):
+        score(make_row(**good, topk=([[0], [9]], [[-1.0], [-1.0]])))
+
+
+@pytest.mark.parametrize("broken", [0.01, 300.0, 1000.0, math.nan])
+def test_sampler_values_that_are_no_log_probabilities_are_refused(broken):
+    args = ([0, 1], [1, 2])
+    with pytest.raises(ValueError, match="processed_logprobs"):
+        score(make_row(*args, [broken, -1.0], [1.0, 1.0]))
+    with pytest.raises(ValueError, match="processed_logprobs"):
+        score(make_row(*args, [-1.0, -1.0], [1.0, 1.0], ([[0, 1]] * 2, [[-0.5, -9.0], [-0.5, broken]])))
+    rounding = [[math.log(0.5) + 1e-5, math.log(0.5)]] * 2
+    score(make_row(*args, [1e-5, -1.0], [1.0, 1.0], ([[0, 1]] * 2, rounding)))
+
+
+def test_unordered_terms_are_refused():
+    with pytest.raises(ValueError, match="sorted"):
+        score(make_row([1, 0], [1, 2], [-1.0, -1.0], [1.0, 1.0]))
+
+
+def test_an_unknown_tail_is_refused():
+    with pytest.raises(ValueError, match="score_centering_tail"):
+        Objective(score_centering_tail="truncate")
+
+
+# Heads of transformers models -------------------------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES = {
+    "llama": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "phi": {},  # a bias
+    "gemma2": {"final_logit_softcapping": 0.05},
+    "gemma3_text": {},  # a softcap that may be None
+    "cohere": {"logit_scale": 3.0},
+    "granite": {"logits_scaling": 0.25},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_head_read_from_a_model_gives_its_log_probabilities(family):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
+    model = transformers.AutoModelForCausalLM.from_config(config).double()
+    head = loss.head_of(model)
+    if head.bias is not None:
+        torch.nn.init.normal_(head.bias)
+    ids = torch.randint(3, 40, (1, 9))
+    with torch.no_grad():
+        hidden = model.model(input_ids=ids).last_hidden_state[0]
+        logp = model(input_ids=ids).logits[0].div(0.7).log_softmax(-1)
+    row = make_row(range(8), ids[0, 1:], [-3.0] * 8, [1.0] * 8)
+    _, stats = policy_loss(hidden, head, row, GRPO, 0.7)
+    close(stats["logp"], logp[:-1].gather(1, ids[0, 1:, None])[:, 0], rtol=1e-6, atol=1e-6)
+
+
+def fake_model(model_type="llama", linear=None, **values):
+    linear = linear or torch.nn.Linear(4, 7, bias=False)
+    config = SimpleNamespace(model_type=model_type, to_dict=lambda: values)
+    config.get_text_config = lambda: config
+    return SimpleNamespace(config=config, get_output_embeddings=lambda: linear)
+
+
+def test_a_transformation_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="logits_mup_width_multiplier = 24"):
+        loss.head_of(fake_model(logits_mup_width_multiplier=24.0))
+    with pytest.raises(ValueError, match="logit_scale = 'inv_sqrt'"):
+        loss.head_of(fake_model(logit_scale="inv_sqrt"))
+    with pytest.raises(ValueError, match="must be a Linear"):
+        loss.head_of(fake_model(linear=torch.nn.Bilinear(2, 2, 7)))
+    harmless = {"attn_logit_softcapping": 50.0, "output_router_logits": True, "num_logits_to_keep": 4}
+    assert loss.head_of(fake_model(**harmless)).softcap is None
+
+
+def test_the_caller_may_supply_gathered_parameters():
+    weight, bias = torch.zeros(7, 4), torch.zeros(7)
+    head = loss.head_of(fake_model("hyperclovax", logits_scaling=4.0), weight, bias)
+    assert head.weight is weight and head.bias is bias and head.logit_scale == 4.0
+    assert dataclasses.replace(head, weight=bias).weight is bias
