@@ -65,6 +65,7 @@ def tiny_model(family, dtype=torch.float64, implementation="tree", **changes):
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation=implementation, dtype=dtype
     )
+    model.set_experts_implementation("eager")  # the grouped product of experts has no float64
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)  # as initialised, heads and sinks of tiny models hardly matter
     return model.train()
@@ -80,7 +81,7 @@ def make_sample(ids):
 
 
 def random_samples(seed, count=6, vocabulary=3, longest=12):
-    """Sequences of few distinct tokens, so that they share prefixes of every length, contain or repeat each other."""
+    """Sequences of few distinct tokens: they share prefixes of every length, contain or repeat each other."""
     rng = np.random.default_rng(seed)
     samples = [rng.integers(3, 3 + vocabulary, rng.integers(2, longest)).tolist() for _ in range(count)]
     return samples + [samples[0], samples[1] + samples[0], samples[0][: len(samples[0]) // 2 + 1]]
@@ -112,7 +113,7 @@ def separate_logp(forward, samples):
 
 
 def backward(logp, model):
-    """Gradients of an uneven sum of the log-probabilities, so that no two tokens' gradients can be swapped."""
+    """Gradients of an uneven sum of the log-probabilities, so that no two tokens can be swapped."""
     model.zero_grad()
     everything = torch.cat(logp)
     (everything * torch.linspace(-1, 2, len(everything), dtype=everything.dtype)).sum().backward()
@@ -206,7 +207,7 @@ def test_blocks_equal_the_definition_over_ancestors(samples, window, capped, gro
     scores = 0.7 * torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(4 // groups, 1))
     scores = 1.3 * torch.tanh(scores / 1.3) if capped else scores
     visible = torch.zeros(length, length, dtype=torch.bool)
-    path = []  # of the token at hand, from its root: in depth-first order the token before it is on it or below
+    path = []  # of the token at hand, from its root
     for i, depth in enumerate(row.position_ids.tolist()):
         path = path[:depth] + [i]
         visible[i, path if window is None else path[-window:]] = True
@@ -277,7 +278,7 @@ def test_float64_model_gives_a_row_the_logp_and_gradients_of_its_samples(samples
 @settings(max_examples=8, deadline=None)
 @given(tries)
 def test_qwen3_gives_a_row_the_logp_and_gradients_of_its_samples(samples):
-    # Its rotary embedding and softmax-free norms run in float32 even in a float64 model, hence the tolerance.
+    # Its rotary embedding and norms run in float32 even in a float64 model, hence the tolerance.
     assert_row_equals_separate(tiny_model("Qwen3"), samples, rtol=1e-6, atol=1e-6)
 
 
@@ -331,6 +332,23 @@ def test_autocast_reaches_the_attention_in_its_dtype():
         attention.check(model)
     assert list(tree["tree"].plan.masks) == [(None, torch.bfloat16)]
     assert (rough - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_autocast_turns_float32_heads_into_its_dtype_and_keeps_scores_exact(softcap):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 30, 8).bfloat16() for heads in (4, 2, 2))
+    row = SimpleNamespace(subtree_end=torch.full((30,), 30, dtype=torch.int32), position_ids=torch.arange(30))
+    exact = attention.tree_attention(
+        nn.Identity(), q.double(), k.double(), v.double(), None, softcap=softcap, **attention.index(row)
+    )[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        heads = (tensor.float() for tensor in (q, k, v))  # as norms with float32 weights leave them
+        found = attention.tree_attention(
+            nn.Identity(), *heads, None, softcap=softcap, **attention.index(row)
+        )[0]
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=2**-8)
 
 
 # ---- refusals
@@ -400,7 +418,7 @@ def test_check_refuses_a_model_outside_the_interface():
 
 
 def test_check_refuses_a_model_that_ignores_positions(monkeypatch):
-    model = tiny_model("Qwen3", torch.bfloat16)
+    model = tiny_model("Qwen3", torch.float32)
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda position_ids, **kwargs: forward(**kwargs))
     with pytest.raises(ValueError, match="position_ids"):

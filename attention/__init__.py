@@ -1,0 +1,230 @@
+"""Attention over prefix trees, for any transformers model whose layers go through the attention interface.
+
+    attention.register()
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="tree")
+    attention.check(model)                                   # raises where the architecture ignores the tree
+    model.model(row.input_ids[None], position_ids=row.position_ids[None], **attention.index(row), ...)
+
+`index(row)` is made once per row and travels through the forward as one keyword argument, the same object for
+every layer and for the second forward of gradient checkpointing. A backend is a module with two functions,
+`plan(subtree_end, depth)`, what the layers of a row share, and
+`attend(query, key, value, plan, scale, window, softcap, sinks)`:
+
+    reference.py    plain PyTorch: the definition, and the CPU path
+
+A layer's options are honoured or refused, never ignored: a lost mask or bias trains another model than the
+one that sampled. And no layer ever falls back to ordinary attention when the index does not arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function
+
+BACKENDS = ("reference",)
+
+# Keyword arguments that reach a layer's attention without changing its result.
+HARMLESS = {
+    "position_ids",
+    "position_embeddings",
+    "cache_position",
+    "use_cache",
+    "return_dict",
+    "output_hidden_states",
+    "output_router_logits",
+    "num_items_in_batch",
+    "deterministic",
+}
+
+
+@dataclass(eq=False)
+class Index:
+    """What travels to the layers: an object, no tensor, so FSDP and checkpointing hand it on untouched."""
+
+    length: int  # N
+    plan: Any
+    attend: Callable
+
+
+def register() -> None:
+    """Makes `attn_implementation="tree"` known to transformers. Calling it again changes nothing."""
+    AttentionInterface.register("tree", tree_attention)
+    AttentionMaskInterface.register("tree", no_mask)
+
+
+def index(row, backend: str = "auto") -> dict:
+    """Keyword arguments of the model's forward for a row, to be built once and used by that row alone.
+
+    Of the row (a packing.Row of tensors) it reads `subtree_end` [N] int32 and `position_ids` [N] int64.
+    `backend` is one of BACKENDS, or "auto": the best one for the row's device. ValueError if it is unknown.
+    """
+    return {"tree": _index(row.subtree_end, row.position_ids, backend)}
+
+
+def _index(subtree_end: torch.Tensor, position_ids: torch.Tensor, backend: str = "auto") -> Index:
+    if backend == "auto":
+        backend = "reference"
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"attention backend {backend!r} is unknown: choose auto or one of {', '.join(BACKENDS)}"
+        )
+    module = import_module(f"{__name__}.{backend}")
+    return Index(len(subtree_end), module.plan(subtree_end, position_ids), module.attend)
+
+
+def tree_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    tree: Index | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **others,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function. `query` [1, H, N, D], `key`, `value` [1, G, N, D] -> [1, N, H, D].
+
+    Honours the scale, the sliding window (in positions of the sample), the soft-cap, sinks (`s_aux` [H]) and
+    grouped K/V heads. Raises ValueError, naming the module, for anything else that would change the result.
+    """
+    for name, other in others.items():
+        if name not in HARMLESS and other is not None and other is not False:
+            raise ValueError(f"tree attention does not implement {name}, which {_name(module)} asks for")
+    if attention_mask is not None or is_causal is False:
+        kind = "non-causal attention" if is_causal is False else "a mask of the model's own"
+        raise ValueError(f"tree attention does not implement {kind}, which {_name(module)} asks for")
+    if dropout:
+        raise ValueError(
+            f"tree attention has no dropout, and {_name(module)} asks for {dropout}: load the model with "
+            "attention_dropout=0 (samples that share a token would share its noise)"
+        )
+    if tree is None:
+        raise ValueError(
+            f"{_name(module)} got no tree index: pass **attention.index(row) to the model's forward. If "
+            "you do, this architecture keeps it from its attention and cannot be trained on trees"
+        )
+    if query.shape[0] != 1 or query.shape[2] != tree.length or key.shape[2] != tree.length:
+        found = f"attends from {query.shape[0]} x {query.shape[2]} to {key.shape[2]} tokens"
+        raise ValueError(
+            f"{_name(module)} {found}, but its index is of one row of {tree.length}: "
+            "give one row per forward, with its own index, and use_cache=False"
+        )
+    # Norms and rotary embeddings may leave float32 queries beside 16-bit values; the kernels want one dtype.
+    dtype = value.dtype
+    if torch.is_autocast_enabled(query.device.type) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(query.device.type)
+    query, key, value = (
+        tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value)
+    )  # [N, H or G, D]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    output = tree.attend(
+        query, key, value, tree.plan, scale, window=sliding_window, softcap=softcap, sinks=s_aux
+    )
+    return output[None], None
+
+
+def no_mask(attention_mask=None, mask_function=None, use_vmap=False, **_) -> None:
+    """transformers' mask function: the index is the mask. Refuses what an index cannot say."""
+    if attention_mask is not None:
+        raise ValueError("tree attention takes no attention_mask: a row has no padding, so do not pass one")
+    # use_vmap is set where the model combines the causal mask with a function of its own.
+    if use_vmap or mask_function is bidirectional_mask_function:
+        raise ValueError("tree attention does not implement this model's mask (bidirectional or custom)")
+
+
+def _name(module: torch.nn.Module) -> str:
+    model_type = getattr(getattr(module, "config", None), "model_type", "unknown model type")
+    layer = getattr(module, "layer_idx", None)
+    return f"{type(module).__name__} ({model_type}{'' if layer is None else f', layer {layer}'})"
+
+
+@torch.no_grad()
+def check(model: torch.nn.Module, backend: str = "auto") -> None:
+    """Raises ValueError, naming the model type, unless the model computes on a tree what it does on paths.
+
+    Four forwards of at most 16 tokens, in the caller's mode and autocast; all ranks of a sharded model must
+    call it. Such rows are too short to show a lost window, so windows are checked by what layers ask for.
+
+        0 1 2 3 ── 4 5 6 7              when these tokens change, no prediction outside [4, 8) may move
+                └─ 8 9 10 11            must equal 0 1 2 3 8 9 10 11 alone
+        12 13 14 15                     must equal itself alone
+    """
+    config = model.config.get_text_config()
+    refusal = f"model type {config.model_type!r} cannot be trained on trees: "
+    if config._attn_implementation != "tree":
+        raise ValueError(f'{refusal}it was loaded without attn_implementation="tree"')
+    ids = [token % config.vocab_size for token in range(16, 32)]
+    depth = [0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7, 0, 1, 2, 3]
+    subtree_end = [12] * 4 + [8] * 4 + [12] * 4 + [16] * 4
+    branch, other = [0, 1, 2, 3, 8, 9, 10, 11], [12, 13, 14, 15]
+    calls = []  # (window, dtype) of each attention call of the first forward
+    try:
+        row = _hidden(model, backend, ids, depth, subtree_end, calls)  # [16, E]
+        changed = _hidden(model, backend, ids[:4] + ids[12:] + ids[8:], depth, subtree_end)  # [16, E]
+        paths = [
+            _hidden(model, backend, [ids[i] for i in path], [depth[i] for i in path], [len(path)] * len(path))
+            for path in (branch, other)
+        ]  # [8, E], [4, E]
+    except Exception as error:
+        raise ValueError(f"{refusal}{error}") from error
+    _check_windows(config, [window for window, _ in calls], refusal)
+    # The two rows have one shape and so one rounding: a leak shows at any precision. Paths round differently.
+    leak = _distance(changed[branch + other], row[branch + other])
+    if not leak <= 1e-3:
+        raise ValueError(
+            f"{refusal}a token changes the predictions of other branches (by {leak:.1e} of their size). Its "
+            "layers mix tokens outside attention (recurrence, convolution), or something random is on"
+        )
+    rough = any(dtype in (torch.bfloat16, torch.float16) for _, dtype in calls)
+    error = _distance(row[branch + other], torch.cat(paths))
+    if not error <= (5e-2 if rough else 1e-3):
+        raise ValueError(
+            f"{refusal}a row differs from its samples alone by {error:.1e}; are position_ids used?"
+        )
+
+
+def _hidden(model, backend, ids, depth, subtree_end, calls=None) -> torch.Tensor:
+    """Hidden states [N, E] (logits [N, V] of a model with a head); notes the attention calls in `calls`."""
+    device = next(model.parameters()).device
+    ids, depth = torch.tensor(ids, device=device), torch.tensor(depth, device=device)  # [N], [N]
+    tree = _index(torch.tensor(subtree_end, dtype=torch.int32, device=device), depth, backend)
+
+    def noting(query, *args, window, **options):
+        if calls is not None:
+            calls.append((window, query.dtype))
+        return tree.attend(query, *args, window=window, **options)
+
+    kwargs = {"tree": replace(tree, attend=noting)}
+    output = model(input_ids=ids[None], position_ids=depth[None], use_cache=False, **kwargs)
+    hidden = getattr(output, "last_hidden_state", None)
+    return (output.logits if hidden is None else hidden)[0]
+
+
+def _check_windows(config, windows: list[int | None], refusal: str) -> None:
+    """A layer that leaves its window to the mask would lose it without a word, since no mask is made."""
+    if not windows:
+        raise ValueError(f"{refusal}its layers do not go through transformers' attention interface")
+    kinds = getattr(config, "layer_types", None) or []
+    local = sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
+    if not kinds and getattr(config, "sliding_window", None):
+        local = 1
+    told = sum(window is not None for window in windows)
+    if told < local:
+        raise ValueError(
+            f"{refusal}{local} layers have a local window, but {told} tell their attention of it"
+        )
+
+
+def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
