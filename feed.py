@@ -151,9 +151,7 @@ class Feed:
             self.publish()
 
     def ended(self) -> bool:
-        return self.dataset_size is not None and self.arrived.count >= math.ceil(
-            self.epochs * self.dataset_size
-        )
+        return self.dataset_size is not None and self.arrived.count >= self.epochs * self.dataset_size
 
     def packets(self, patience: float) -> list:
         """What each rank gets: its Batch, None when the prompts are used up, or WAITING. See `next`."""

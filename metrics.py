@@ -112,7 +112,7 @@ class Window:
 def term_metrics(window: Window, stats: dict, row) -> None:
     """What the loss measured on one row (tensors [M], see loss.policy_loss) as values of the window."""
     terms = len(row.target)
-    if terms == 0:
+    if terms == 0:  # a spare rank
         return
     ratio = stats["log_ratio"].double().exp()
     difference = stats["log_ratio"].double().abs()
@@ -176,8 +176,8 @@ def diagnose(record: dict, max_concurrent: int) -> str:
         verdict += f"; {zero:.0%} of the groups have equal rewards, " + (
             "near the top: too easy now" if easy else "near the bottom: too hard, or the reward never credits"
         )
-    if get("completions/duplicate_frac") > 0.5:
-        verdict += "; most rollouts repeat one of their group: is sampling random?"
+    if get("completions/duplicate_frac") > 0.8 and get("entropy") > 0.5:
+        verdict += "; most rollouts repeat one of their group though entropy is high: is sampling random?"
     return verdict
 
 

@@ -50,7 +50,7 @@ from feed import WAITING, Batch, Feed
 from loss import Head, Objective, head_of, microbatch_weight, policy_loss, step_divisor
 from metrics import Logger, Stopwatch, Window, peak_flops, term_metrics
 from options import OptionError, Options, check, describe, parse_or_exit
-from packing import Planner, row_cost
+from packing import Planner, Row, row_cost
 from rollout import RolloutProcess
 from sync import WeightSync
 
@@ -101,10 +101,11 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
                     batch = next_batch(feed, ranks)
                 if batch is None:  # the prompts are used up: the step closes with what it has
                     break
+                row = batch.row.to(ranks.device)
                 with watch("perf/fwd_bwd_s"):
-                    total, stats = forward_backward(model, batch, objective, options, ranks)
-                window.add("loss", (total.item(), len(batch.row.target)))
-                term_metrics(window, stats, batch.row)
+                    total, stats = forward_backward(model, row, batch.trained_tokens, objective, options)
+                window.add("loss", (total.item(), row.terms))
+                term_metrics(window, stats, row)
                 trained_tokens += batch.trained_tokens
                 microbatches += 1
             if microbatches == 0:
@@ -153,15 +154,12 @@ def next_batch(feed: Feed | None, ranks: Ranks) -> Batch | None:
             return received[0]
 
 
-def forward_backward(model, batch: Batch, objective: Objective, options: Options, ranks: Ranks):
-    """Forward a row, sum the loss over its terms, backward. Returns the sum (float32) and statistics per
-    term [M].
+def forward_backward(model, row: Row, trained_tokens: int, objective: Objective, options: Options):
+    """Forward a row, sum the loss over its terms, backward. Returns the sum and statistics per term [M].
 
-    Gradients of plain sums: they are summed over ranks and micro-batches and divided once per step, so that
-    they do not depend on how samples were packed
-    (tests/test_train.py::test_gradient_does_not_depend_on_packing).
+    These are gradients of plain sums: added up over ranks and micro-batches and divided once per step, so that
+    they do not depend on how samples were packed (tests/test_train.py::test_gradient_does_not_depend_on_packing).
     """
-    row = batch.row.to(ranks.device)
     backbone = model.get_decoder()  # called below the root: the head runs fused with the loss, on terms only
     hidden = backbone(
         input_ids=row.input_ids[None],  # [1, N]
@@ -169,10 +167,9 @@ def forward_backward(model, batch: Batch, objective: Objective, options: Options
         use_cache=False,
         **attention.index(row, options.attention),
     ).last_hidden_state[0]  # [N, E]
-    total, stats = policy_loss(
-        hidden, gathered_head(model, hidden.dtype), row, objective, options.temperature
-    )
-    (total * microbatch_weight(options.loss_normalization, batch.trained_tokens)).backward()
+    head = gathered_head(model, hidden.dtype)
+    total, stats = policy_loss(hidden, head, row, objective, options.temperature)
+    (total * microbatch_weight(options.loss_normalization, trained_tokens)).backward()
     return total.detach(), stats
 
 

@@ -27,7 +27,16 @@ def main(out: str, *arguments: str) -> None:
         return inner(model, optimizer, scheduler, divisor, max_grad_norm)
 
     trainer.optimizer_step = recorded
-    fixed = ["--model", "tiny", "--bf16", "false", "--max_steps", "1", "--gradient_accumulation_steps", "999"]
+    fixed = [
+        "--model",
+        "tiny",
+        "--bf16",
+        "false",
+        "--num_train_epochs",
+        "1",
+        "--gradient_accumulation_steps",
+        "999",
+    ]
     options = parse(fixed + ["--output_dir", f"{out}.run", "--save_only_model", "true", *arguments])
     trainer.train(options, rollouts=ListRollouts(random_groups(8)), sync=NoSync())
 

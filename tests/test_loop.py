@@ -1,0 +1,212 @@
+"""python -m pytest tests/test_loop.py: the whole system in its processes, with the model that ships with the project."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import attention
+import serve
+from client import Server
+from loss import Objective, head_of, policy_loss
+from packing import pack
+from rollout import Rollout, Turn, samples_of
+from sync import WeightSync
+
+ROOT = Path(__file__).parent.parent
+DEMO = [
+    *("--model", "tiny", "--task", "tasks/sort.py", "--vllm_server_base_url", "embedded", "--bf16", "false"),
+    *("--max_completion_length", "16", "--token_budget", "512", "--learning_rate", "1e-3"),
+    *("--gradient_checkpointing", "false"),
+]
+
+
+def run(
+    output_dir: Path, *arguments: str, ranks: int = 2, timeout: float = 120
+) -> subprocess.CompletedProcess:
+    """Train in processes of their own; none of them may outlive the run."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launcher, str(ROOT / "train.py"), *DEMO, "--output_dir", str(output_dir)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=environment
+    )
+    assert not leftovers(output_dir)
+    return done
+
+
+def leftovers(output_dir: Path) -> list[str]:
+    """Processes of a run that are still there a moment after it ended."""
+    deadline = time.monotonic() + 5
+    while True:
+        left = []
+        for process in psutil.process_iter(["cmdline", "environ"]):
+            try:
+                words = process.info["cmdline"] or []
+            except psutil.Error:
+                continue
+            if str(output_dir) in words or "serve.py" in " ".join(words) and process.ppid() == 1:
+                left.append(" ".join(words))
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+def records(output_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").open()]
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    """Six steps on two ranks, and two more after a resume."""
+    output_dir = tmp_path_factory.mktemp("loop") / "out"
+    first = run(output_dir, "--max_steps", "6", "--save_steps", "6")
+    assert first.returncode == 0, first.stdout + first.stderr
+    before = records(output_dir)
+    more = ["--max_steps", "8", "--resume_from_checkpoint", "true"]
+    second = run(output_dir, *more)
+    assert second.returncode == 0, second.stdout + second.stderr
+    return output_dir, before, first.stdout, second.stdout
+
+
+def test_the_first_step_of_an_unchanged_policy_has_ratio_one(finished_run):
+    _, before, _, _ = finished_run
+    assert before[0]["sampling/sampling_logp_difference/max"] < 1e-4
+    assert before[0]["sampling/masked_mean"] == 0
+    assert before[0]["sample/staleness_max"] == 0
+
+
+def test_generation_runs_ahead_of_training_but_not_too_far(finished_run):
+    _, before, _, _ = finished_run
+    assert max(r["sample/staleness_max"] for r in before) in range(1, 5)
+
+
+def test_a_resumed_run_goes_on_at_the_next_step(finished_run):
+    output_dir, before, _, _ = finished_run
+    assert [r["step"] for r in before] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in records(output_dir)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    seventh = records(output_dir)[6]
+    assert seventh["epoch"] > before[-1]["epoch"]
+    # versions count on, and the first update went out before the first prompt
+    assert seventh["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+def test_the_ledger_balances(finished_run):
+    for output in finished_run[2:]:
+        line = re.search(r"samples: (\d+) generated = (\d+) trained \+ (\d+) dropped .* \+ (\d+) not", output)
+        generated, trained, dropped, held = map(int, line.groups())
+        assert generated == trained + dropped + held
+        assert trained > 0
+
+
+def test_the_final_checkpoint_loads_and_generates(finished_run):
+    path = finished_run[0] / "checkpoint-8"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    prompt = [{"role": "user", "content": "sort: dbca"}]
+    ids = tokenizer.apply_chat_template(
+        prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    text = tokenizer.decode(model.generate(**ids, max_new_tokens=8, do_sample=False)[0])
+    assert "sort: dbca" in text and len(text) > len("sort: dbca")
+
+
+def test_the_resolved_options_are_saved(finished_run):
+    assert json.loads((finished_run[0] / "options.json").read_text())["learning_rate"] == 1e-3
+
+
+# ---- trainer against server: one embedded server for the tests below
+
+
+@pytest.fixture(scope="module")
+def server():
+    process, url = serve.launch(
+        ["--model", "tiny", "--port", "0", "--dtype", "float32", "--max_logprobs", "32"], 60
+    )
+    yield Server(url, timeout=30)
+    process.terminate()
+    process.wait(10)
+
+
+def load():
+    attention.register()
+    return AutoModelForCausalLM.from_pretrained("tiny", dtype="float32", attn_implementation="tree")
+
+
+def sampled_row(server, count=12, **sampling):
+    """Completions of one prompt as a packed row."""
+    tokenizer = AutoTokenizer.from_pretrained("tiny")
+    message = [{"role": "user", "content": "sort: hqcbza"}]
+    prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
+    samples = []
+    for seed in range(count):
+        answer = server.complete(list(prompt), max_tokens=12, seed=seed, **sampling)
+        topk = None if answer.topk_ids is None else (answer.topk_ids, answer.topk_logp)
+        turn = Turn(list(prompt), answer.token_ids.tolist(), answer.logp, None, answer.candidate_ids, topk)
+        samples += samples_of(Rollout([], [], [turn]), 0, 0, 0)[0]
+    for sample in samples:
+        sample.advantage = 1.0
+    return pack(samples).to("cpu")
+
+
+def log_ratio(model, row, temperature=1.0):
+    hidden = model.get_decoder()(
+        input_ids=row.input_ids[None],
+        position_ids=row.position_ids[None],
+        use_cache=False,
+        **attention.index(row),
+    ).last_hidden_state[0]
+    _, stats = policy_loss(hidden, head_of(model), row, Objective(), temperature)
+    return stats["log_ratio"]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.6, "logprobs": 4},
+        {"temperature": 1.5, "logprobs": 0},
+        {"top_k": 5, "logprobs": 5},
+        {"top_k": 20, "top_p": 0.7, "logprobs": 20},
+        {"top_k": 20, "min_p": 0.1, "logprobs": 20},
+        {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.02, "logprobs": 12},
+    ],
+    ids=lambda s: " ".join(s),
+)
+def test_unchanged_policy_has_ratio_one(server, sampling):
+    row = sampled_row(server, **sampling)
+    ratio = log_ratio(load(), row, sampling.get("temperature", 1.0)).exp()
+    assert torch.allclose(ratio, torch.ones_like(ratio), atol=1e-4)
+
+
+def test_restricted_sampling_without_the_candidate_set_has_another_ratio(server):
+    """What the test above would show if the candidate sets were lost: it can fail."""
+    row = sampled_row(server, temperature=1.5, top_k=3, logprobs=3)
+    row.candidate_ids = row.candidate_offsets = None
+    assert (log_ratio(load(), row, 1.5).exp() - 1).abs().max() > 1e-3
+
+
+def test_after_an_update_the_server_samples_from_the_trainers_weights(server):
+    model = load()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    sync = WeightSync([server], 30)
+    sync.init()
+    before = log_ratio(model, sampled_row(server, logprobs=8))
+    sync.pause()
+    sync.send(model, 7)
+    sync.resume()
+    after = log_ratio(model, sampled_row(server, logprobs=8))
+    sync.close()
+    assert before.abs().max() > 0.05
+    assert after.abs().max() < 1e-4
+    assert np.all(server.complete([1, 2], max_tokens=4, seed=0).versions == 7)
