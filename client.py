@@ -1,16 +1,15 @@
 """The one place that knows the server's HTTP API (vLLM 0.28 and later, or serve.py, which answers alike).
 
-    complete    POST /v1/completions                  prompt ids in, token ids and log-probabilities out; retried
-    reads       GET  /health /version /v1/models /server_info /get_world_size /is_paused /metrics
-    sync        POST /pause /resume /init_weight_transfer_engine /start_weight_update /update_weights
-                     /finish_weight_update            once each: a second attempt could hit a half-done update
+    complete   POST /v1/completions           prompt ids in, token ids and log-probabilities out; retried
+    reads      GET  /health /version /v1/models /server_info /get_world_size /is_paused /metrics
+    updates    POST /pause /resume /init_weight_transfer_engine /start_weight_update /update_weights
+                    /finish_weight_update     once each: a second attempt could meet a half-done update
 
-Requests block (callers use threads) and never stream: the connection stays silent until the last token, so
+Calls block (callers use threads) and never stream: the connection stays silent until the last token, so
 `timeout` must cover the longest generation and the pauses of weight updates.
 
-Never: a second retry layer (tests/test_client.py::test_a_request_is_retried_exactly_so_often); reading a
-log-probability by its place in the answer instead of its token id
-(tests/test_client.py::test_sampled_token_is_looked_up_by_id).
+Never: a second retry layer (tests/test_client.py::test_a_request_is_sent_exactly_so_often); a log-probability
+read by its place in the answer instead of its id (tests/test_client.py::test_sampled_token_is_found_by_id).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ TOKEN_ID = "token_id:"
 
 
 class ServerError(RuntimeError):
-    """The server refused a request, or could not be reached any more. `status` is the HTTP status, None without one."""
+    """The server refused a request or cannot be reached; `status` is the HTTP status, if there was one."""
 
     def __init__(self, text: str, status: int | None = None):
         super().__init__(text)
@@ -52,17 +51,15 @@ class Completion:
     topk_logp: np.ndarray | None  # float32 [L, K], -inf where padding
     candidate_ids: tuple | None  # (int32 [C], int64 offsets [L+1]) when top_k bounds the set, else None
     finish_reason: str  # stop, length
-    versions: (
-        np.ndarray | None
-    )  # int32 [L], the version that made each token; None when the server does not say
+    versions: np.ndarray | None  # int32 [L], what made each token; None when the server does not say
 
 
 class Server:
     """One server. Thread-safe; keeps up to `connections` connections open.
 
-    `timeout` (seconds) bounds every call. A request that fails for a passing reason is tried again
-    `attempts` times in all, or, when that is None, until `timeout` seconds have passed since its first
-    failure; waits start at `backoff_s` and double. `retry_count` counts the repetitions.
+    `timeout` (seconds) bounds every call. A completion that fails for a passing reason is asked for again,
+    `attempts` times in all, or, when that is None, until `timeout` seconds after its first failure; waits
+    start at `backoff_s` and double. `retry_count` counts the repetitions.
     """
 
     def __init__(
@@ -80,6 +77,7 @@ class Server:
         self.attempts = attempts
         self.backoff_s = backoff_s
         self.retry_count = 0
+        self._next_notice = 0.0
         self._lock = threading.Lock()
         self._session = requests.Session()
         self._session.trust_env = False  # a proxy would cut connections that stay silent for minutes
@@ -126,7 +124,7 @@ class Server:
         return int(self._call("GET", "/get_world_size").json()["world_size"])
 
     def metrics(self) -> dict[str, float]:
-        """The engine's counters and gauges, see `parse_metrics`. ServerError 404 when the server keeps none."""
+        """Counters and gauges, see `parse_metrics`. ServerError with status 404 when the server has none."""
         return parse_metrics(self._call("GET", "/metrics", timeout=min(self.timeout, 30.0)).text)
 
     def is_paused(self) -> bool:
@@ -157,7 +155,7 @@ class Server:
         self._call("POST", "/update_weights", body={"update_info": info})
 
     def finish_update(self, version: str) -> None:
-        """Close the update; tokens sampled from now on are labelled `version` where the server reports labels."""
+        """Close the update. Where the server reports versions, tokens sampled from now on carry this one."""
         self._call("POST", "/finish_weight_update", body={"weight_version": version})
 
     # ---- generation
@@ -176,16 +174,15 @@ class Server:
         stop_token_ids: list[int] = (),
         deadline: float | None = None,
     ) -> Completion:
-        """Sample one completion of `prompt_ids` with `seed`; `logprobs` most likely tokens come with every
-        token.
+        """Sample one completion of `prompt_ids`; with every token come the `logprobs` most likely ones.
 
-        Under `top_k` the answer holds each token's candidate set, if `logprobs` is at least `top_k`. Every
-        sampling field is sent: one left out would be filled from the model's generation_config.json.
+        Under `top_k` the answer also holds each token's candidate set, which needs `logprobs` >= `top_k`.
+        Every sampling field is sent: one left out would be filled from the model's generation_config.json.
 
-        Raises ServerError with the server's text: at once for a refusal (4xx), after the last attempt for
-        what may pass (timeout, reset, refused connection, 5xx, a request the server aborted). Raises
-        TimeoutError when `deadline` (time.monotonic) passes; the server then drops the request, because its
-        connection is closed.
+        Raises ServerError with the server's text, at once for a refusal (4xx), after the last attempt for
+        what may pass (timeout, reset, refused connection, 5xx, a request that was aborted). Raises
+        TimeoutError when `deadline` (time.monotonic) passes; the server drops the request when its connection
+        closes.
         """
         body = {
             "prompt": prompt_ids,
@@ -240,22 +237,22 @@ class Server:
                 if deadline is not None and now >= deadline:
                     raise TimeoutError(f"{self.url}: no time left for the request: {error}") from error
                 first_failure = first_failure or now
-                used_up = (
-                    now - first_failure > self.timeout if self.attempts is None else number >= self.attempts
-                )
-                if used_up:
-                    raise ServerError(
-                        f"gave up after {number} attempts in {now - first_failure:.0f} s: {error}",
-                        error.status,
-                    ) from error
-                self._wait_before(number, now - first_failure, error)
+                failing_s = now - first_failure
+                if failing_s > self.timeout if self.attempts is None else number >= self.attempts:
+                    text = f"gave up after {number} attempts in {failing_s:.0f} s: {error}"
+                    raise ServerError(text, error.status) from error
+                self._wait_before_attempt(number, failing_s, error)
 
-    def _wait_before(self, number: int, failing_s: float, error: ServerError) -> None:
+    def _wait_before_attempt(self, number: int, failing_s: float, error: ServerError) -> None:
         with self._lock:
             self.retry_count += 1
+            now = time.monotonic()
+            tell = failing_s > FIRST_NOTICE_S and now > self._next_notice  # once for all requests that wait
+            if tell:
+                self._next_notice = now + NOTICE_EVERY_S
+        if tell:
+            print(f"a request failed {number} times in {failing_s:.0f} s, trying on: {error}", flush=True)
         wait = min(self.backoff_s * 2 ** min(number - 1, 16), LONGEST_WAIT_S)
-        if failing_s > FIRST_NOTICE_S:
-            print(f"a request has failed {number} times in {failing_s:.0f} s, trying on: {error}", flush=True)
         time.sleep(
             wait * random.uniform(0.5, 1.0)
         )  # apart, so that a server that comes back is not hit at once
@@ -286,7 +283,9 @@ class Server:
 
 
 def error_text(response: requests.Response, path: str) -> str:
-    """What the server says went wrong: {"error": {"message": ...}}, {"error": text}, {"detail": text} or plain text."""
+    """What the server says went wrong: {"error": {"message": text}}, {"error": text}, {"detail": ...} or
+    text.
+    """
     try:
         content = response.json()
     except ValueError:
@@ -302,13 +301,12 @@ def error_text(response: requests.Response, path: str) -> str:
 
 
 def parse_choice(choice: dict, logprobs: int, restricted: bool) -> Completion:
-    """One choice of a /v1/completions answer. No Python loop per token or entry: this bounds tokens per
-    second.
+    """One choice of a /v1/completions answer. No Python loop over tokens: this bounds tokens per second.
 
-    Per token the server sends {"token_id:N": logp} for its `logprobs` most likely ids, and the sampled id
-    on top when it is not among them. The order of the entries means nothing; the head keeps the most likely
-    `logprobs`, never the extra one, or it would depend on what was sampled
-    (tests/test_client.py::test_head_never_holds_the_extra_token).
+    Per token the server sends {"token_id:N": logp} for its `logprobs` most likely ids, and for the sampled id
+    on top of them when it is not one. The order of the entries means nothing. The top list leaves that extra
+    one out, or it would depend on what was sampled
+    (tests/test_client.py::test_top_list_leaves_the_extra_token_out).
     """
     if choice.get("token_ids") is None or choice.get("logprobs") is None:
         raise ServerError("the answer has no token ids or log-probabilities: is this a vLLM server?", 400)
@@ -325,7 +323,9 @@ def parse_choice(choice: dict, logprobs: int, restricted: bool) -> Completion:
         raise ServerError("the answer lacks the log-probability of a sampled token", 400)
     possible = logp > OUTSIDE
     sampled_logp = logp[sampled]
-    topk_ids, topk_logp = head_of(ids, logp, token, sampled, counts, logprobs) if logprobs else (None, None)
+    topk_ids, topk_logp = (
+        most_likely(ids, logp, token, sampled, counts, logprobs) if logprobs else (None, None)
+    )
     candidates = None
     if restricted:  # a sampled token outside its own set makes the set unusable: empty = whole vocabulary
         candidates = ragged(ids, token, possible & (sampled_logp > OUTSIDE)[token], length)
@@ -354,8 +354,8 @@ def entry_arrays(entries: list[dict], count: int) -> tuple[np.ndarray, np.ndarra
     return ids, logp
 
 
-def head_of(ids, logp, token, sampled, counts, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """The `width` most likely entries of every token: int32 [L, width] and float32 [L, width], most likely first."""
+def most_likely(ids, logp, token, sampled, counts, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """The `width` most likely entries of every token, int32 and float32 [L, width], most likely first."""
     order = np.lexsort((sampled, -logp, token))  # of equals, the sampled one last: it may be the extra entry
     first = np.cumsum(counts) - counts  # [L]
     rank = np.arange(len(ids)) - first[token]  # [C], in sorted order
@@ -375,7 +375,7 @@ def ragged(ids, token, keep, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def token_versions(spans: list[dict] | None, length: int) -> np.ndarray | None:
-    """[{"version": "3", "start": 0, "end": 10}, ...] -> int32 [L]; None when a token has no numbered version."""
+    """[{"version": "3", "start": 0, "end": 10}, ...] -> int32 [L]; None unless every token has a number."""
     versions = np.full(length, -1, dtype=np.int32)
     for span in spans or ():
         if not str(span["version"]).isdecimal():
@@ -391,8 +391,8 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 def parse_metrics(text: str) -> dict[str, float]:
     """The server's Prometheus page: `vllm:` names without the prefix, summed over engines and labels.
 
-    `kv_cache_usage_perc` (0 to 1) is the fullest engine's. `kv_cache_size_tokens` is added: tokens that fit
-    the key and value caches of all engines, where the server says so.
+    `kv_cache_usage_perc` (0 to 1) is the fullest engine's. `kv_cache_size_tokens` is added where the server
+    tells it: tokens that fit the key and value caches of all engines.
     """
     values: dict[str, float] = {}
     for line in text.splitlines():

@@ -1,0 +1,1421 @@
+"""The rollout process: the life of a prompt, from the dataset to the queue.
+
+    dataset -> filter_prompt -> group -> num_generations x generate_one -> rewards -> advantages -> queue
+                             ^                    | one request a turn   ^                       |
+              staleness limit, from the     client.Server         16 groups wait        dropped when all
+              trainer's allowance           least loaded first    at most               rewards are equal
+
+A *group* is one prompt and its rollouts, a *rollout* one conversation, a *turn* one sampling request, a
+*sample* what is trained. The trainer holds a `RolloutProcess`; the process runs a `RolloutLoop`, an asyncio
+loop whose steps can be overridden one by one. Three kinds of message come out: GroupMessage (one for every
+prompt of an epoch, with its samples or the reason why there are none), MetricsMessage, and DeathMessage with
+a traceback.
+
+How much is in flight has three limits: tokens not yet trained (`allowance`, published by the trainer), what
+the servers' key/value caches hold (`next_cap`), and max_concurrent_rollouts.
+
+Never: touch a GPU; turn a missing reward into a zero (tests/test_rollout.py::test_group_scoring_case); lose a
+group without a message; outlive the trainer (tests/test_rollout.py::test_the_process_ends_with_its_parent).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import itertools
+import math
+import multiprocessing
+import multiprocessing.connection
+import numbers
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import Counter, OrderedDict, deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from client import Server, ServerError
+from packing import Sample
+
+SCORE_QUEUE = 16  # groups that wait to be scored, and as many that are being scored
+TICK_S = 0.05  # heartbeat, and how soon a new allowance is noticed
+REPORT_S = 1.0  # between two metrics messages
+POLL_S = 5.0  # between two looks at a server's /metrics
+CLOSE_S = 5.0  # seconds for close(), and for what is in flight, when the loop ends
+MEMORY = 512  # rollouts that the running mean of their tokens looks back on
+STREAMED_ROWS = 4096  # rows of a streaming dataset that can still be sampled again
+
+
+class RolloutError(RuntimeError):
+    """The rollout process cannot go on; the text says why."""
+
+
+# -------------------------------------------------------------------------------------------- what hooks see
+
+
+@dataclass
+class Turn:
+    """One sampling request and its answer."""
+
+    prompt_ids: list[int]  # the whole prompt that was sent
+    output_ids: list[int]
+    output_logp: np.ndarray  # the sampler's, one per output token
+    output_mask: list[int] | None = None  # 1 = trained, 0 = context only; None = all 1
+    candidate_ids: list[list[int]] | tuple | None = (
+        None  # per token, or (values, offsets); None = whole vocabulary
+    )
+    topk: list[dict] | tuple | None = (
+        None  # per token id -> logp, or (ids [n, K], logp [n, K]), most likely first
+    )
+    versions: np.ndarray | None = None  # version that made each token; None = the group's
+
+
+@dataclass
+class Rollout:
+    """One conversation."""
+
+    completion: list[dict]  # messages after the prompt
+    completion_ids: list[int]
+    turns: list[Turn]
+    tool_call_count: int = 0
+    tool_failure_count: int = 0
+    reward: float | None = None  # None = no reward from this source
+    rollout_id: int = -1
+
+
+@dataclass
+class Group:
+    """One prompt and its rollouts, as compute_advantages sees it."""
+
+    rollouts: list[Rollout]
+    prompts: list[list[dict]]  # the same prompt once per rollout, as reward functions get it
+    reward_kwargs: dict[str, list]  # the row's other columns, once per rollout
+    rewards: np.ndarray | None  # float64 [num_generations], NaN = unscored
+    group_id: int
+    row_index: int
+    version: int  # when its first rollout began
+
+
+# -------------------------------------------------------------------------------------------------- messages
+
+
+@dataclass
+class GroupMessage:
+    """One prompt of an epoch is through: its samples, or why there are none."""
+
+    group_id: int
+    samples: list[Sample]
+    dropped: str | None
+    dataset_size: int | None  # None = streaming, and the end was not seen yet
+    generated: dict[str, int]  # samples and tokens that were generated, dropped ones too
+
+
+@dataclass
+class MetricsMessage:
+    values: dict  # name -> number, list (mean over all of them) or (numerator, denominator)
+
+
+@dataclass
+class DeathMessage:
+    traceback: str
+
+
+# ------------------------------------------------------------------------------------------ turns -> samples
+
+
+def samples_of(
+    rollout: Rollout, group_id: int, row_index: int, version: int
+) -> tuple[list[Sample], list[int]]:
+    """A rollout's samples, advantage 0 for now, and the tokens rendered anew at every change of turn.
+
+    A turn whose prompt starts with exactly the tokens held so far continues the sample, its new prompt part
+    being context; any other turn starts a new sample. Tokens without a version of their own were made by
+    `version`.
+    """
+    runs, drift = reconcile(rollout.turns)
+    samples = [sample_of(run, rollout.rollout_id, group_id, row_index, version) for run in runs]
+    return [s for s in samples if s.trained.any()], drift
+
+
+def reconcile(turns: list[Turn]) -> tuple[list[list[tuple[list[int], Turn]]], list[int]]:
+    """Turns -> runs of (context ids, turn), one run per sample, and the drift of every change of turn.
+
+    Drift is how many held tokens the next prompt does not repeat: 0 continues the sample, more forks it.
+    There is no tolerance: the sampler never saw any other tokens than its prompt's.
+    """
+    runs, drift, held = [], [], None
+    for turn in turns:
+        prompt = list(turn.prompt_ids)
+        if held is not None and prompt[: len(held)] == held:
+            runs[-1].append((prompt[len(held) :], turn))
+            drift.append(0)
+        else:
+            runs.append([(prompt, turn)])
+            if held is not None:
+                drift.append(len(held) - common_prefix(held, prompt))
+        held = prompt + list(turn.output_ids)
+    return runs, drift
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def sample_of(run, rollout_id: int, group_id: int, row_index: int, version: int) -> Sample:
+    """One run of (context ids, turn) as a sample of L tokens."""
+    length = sum(len(context) + len(turn.output_ids) for context, turn in run)
+    input_ids = np.empty(length, dtype=np.int32)
+    trained = np.zeros(length, dtype=bool)
+    logp = np.zeros(length, dtype=np.float32)
+    versions = np.full(length, version, dtype=np.int32)
+    generated = []  # versions of generated tokens only
+    pieces = []  # (slice of the output, turn)
+    start = 0
+    for context, turn in run:
+        out = slice(start + len(context), start + len(context) + len(turn.output_ids))
+        made, scored = len(turn.output_ids), len(turn.output_logp)
+        if made != scored:
+            raise RolloutError(f"rollout {rollout_id}: {made} tokens but {scored} log-probabilities")
+        input_ids[start : out.start] = context
+        input_ids[out] = turn.output_ids
+        trained[out] = True if turn.output_mask is None else np.asarray(turn.output_mask, dtype=bool)
+        logp[out] = turn.output_logp
+        if turn.versions is not None:
+            versions[out] = turn.versions
+        generated.append(versions[out])
+        pieces.append((out, turn))
+        start = out.stop
+    trained[:1] = False  # nothing predicts the first token
+    topk_ids, topk_logp = topk_table(pieces, length)
+    return Sample(
+        input_ids=input_ids,
+        trained=trained,
+        sampler_logp=logp,
+        advantage=0.0,
+        group_id=group_id,
+        row_index=row_index,
+        rollout_id=rollout_id,
+        version=int(np.concatenate(generated).min(initial=np.iinfo(np.int32).max)),
+        candidate_ids=candidate_lists(pieces, length),
+        topk_ids=topk_ids,
+        topk_logp=topk_logp,
+        token_version=versions,
+    )
+
+
+def candidate_lists(pieces: list[tuple[slice, Turn]], length: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Candidate sets of a sample as (int32 values, int64 offsets [L+1]); context has empty lists."""
+    if all(turn.candidate_ids is None for _, turn in pieces):
+        return None
+    counts = np.zeros(length, dtype=np.int64)
+    values = []
+    for out, turn in pieces:
+        sets = turn.candidate_ids
+        if isinstance(sets, tuple):
+            counts[out] = np.diff(sets[1])
+            values.append(np.asarray(sets[0], dtype=np.int32))
+        elif sets is not None:
+            counts[out] = [len(ids) for ids in sets]
+            values.append(np.fromiter(itertools.chain.from_iterable(sets), dtype=np.int32))
+    return np.concatenate(values), np.concatenate([[0], np.cumsum(counts)])
+
+
+def topk_table(
+    pieces: list[tuple[slice, Turn]], length: int
+) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+    """The sampler's most likely tokens, int32 [L, K] and float32 [L, K]; -1 and -inf where there are none."""
+    tables = [(out, topk_arrays(turn.topk)) for out, turn in pieces if turn.topk is not None]
+    if not tables:
+        return None, None
+    width = max(ids.shape[1] for _, (ids, _) in tables)
+    topk_ids = np.full((length, width), -1, dtype=np.int32)
+    topk_logp = np.full((length, width), -np.inf, dtype=np.float32)
+    for out, (ids, logp) in tables:
+        topk_ids[out, : ids.shape[1]] = ids
+        topk_logp[out, : ids.shape[1]] = logp
+    return topk_ids, topk_logp
+
+
+def topk_arrays(topk) -> tuple[np.ndarray, np.ndarray]:
+    """Turn.topk as arrays [n, K]; a list of id -> logp is laid out by falling probability."""
+    if isinstance(topk, tuple):
+        return topk
+    width = max(map(len, topk), default=0)
+    ids = np.full((len(topk), width), -1, dtype=np.int32)
+    logp = np.full((len(topk), width), -np.inf, dtype=np.float32)
+    for i, entries in enumerate(topk):
+        for j, (token, value) in enumerate(sorted(entries.items(), key=lambda entry: -entry[1])):
+            ids[i, j], logp[i, j] = token, value
+    return ids, logp
+
+
+# ----------------------------------------------------------------------------------------------------- tasks
+
+
+@dataclass
+class Task:
+    """What is learnt: prompts and the functions that score completions."""
+
+    name: str
+    dataset: object  # datasets.Dataset or IterableDataset, with a column `prompt`
+    rewards: list
+    tools: list = field(default_factory=list)
+
+
+def load_task(spec, task_kwargs: dict | None = None) -> Task:
+    """The task named by `spec`: path, path:function, module or module:function; or an object that is one.
+
+    A task has `dataset` (a dataset, or a function of task_kwargs that returns one), `rewards` and optionally
+    `tools`; a function named in `spec` returns such an object. Raises ValueError for an unknown task or
+    prompts that cannot be used, TypeError for a reward that the rollout process cannot be handed.
+    """
+    task_kwargs = task_kwargs or {}
+    source = locate(spec, "task")
+    if inspect.isfunction(source):
+        takes_kwargs = bool(inspect.signature(source).parameters)
+        source, task_kwargs = (source(**task_kwargs), {}) if takes_kwargs else (source(), task_kwargs)
+    name = spec if isinstance(spec, str) else type(spec).__name__
+    rewards = reward_functions(source, name)
+    dataset = getattr(source, "dataset", None)
+    if callable(dataset):
+        dataset = dataset(**task_kwargs)
+    elif task_kwargs:
+        raise ValueError(f"task_kwargs {sorted(task_kwargs)}: nothing in task {name} takes them")
+    if dataset is None:
+        raise ValueError(f"task {name} has no dataset: define dataset(**task_kwargs)")
+    row = next(iter(dataset), None)
+    if row is None:
+        raise ValueError(f"the dataset of task {name} is empty")
+    check_prompt(row, f"row 0 of task {name}")
+    return Task(name, dataset, rewards, list(getattr(source, "tools", None) or []))
+
+
+def locate(spec, what: str):
+    """The module, or the thing inside it, that `path.py`, `path.py:name`, `module` or `module:name` names."""
+    if not isinstance(spec, str):
+        return spec
+    place, _, name = spec.partition(":")
+    if not place:
+        raise ValueError(f"{what} {spec!r} must be path.py, path.py:name, module or module:name")
+    if place.endswith(".py"):
+        module = module_at(Path(place), what)
+    else:
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+                raise  # the module is there, something it imports is not
+            raise ValueError(
+                f"unknown {what} {spec!r}: there is no module {place}; a file ends in .py"
+            ) from None
+    if not name:
+        return module
+    if not hasattr(module, name):
+        raise ValueError(f"unknown {what} {spec!r}: {place} has no {name}")
+    return getattr(module, name)
+
+
+def module_at(path: Path, what: str):
+    """Import a file, once per process, under a name that hides no other module."""
+    if not path.is_file():
+        raise ValueError(f"unknown {what}: there is no file {path}")
+    path = path.resolve()
+    name = f"{what}_{path.stem}"
+    if name in sys.modules and sys.modules[name].__file__ == str(path):
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def reward_functions(source, task_name: str) -> list:
+    """The task's rewards; TypeError names the first that cannot be handed to the rollout process."""
+    rewards = getattr(source, "rewards", None) or []
+    rewards = [rewards] if callable(rewards) else list(rewards)
+    for reward in rewards:
+        if not callable(reward):
+            raise TypeError(
+                f"reward {reward!r} of task {task_name} is no function; call a served model from one"
+            )
+        inner = reward
+        while isinstance(inner, functools.partial):
+            inner = inner.func
+        qualname = getattr(inner, "__qualname__", None) or type(inner).__qualname__
+        if "<lambda>" in qualname or "<locals>" in qualname:
+            raise TypeError(
+                f"reward {qualname} of task {task_name} is a lambda or closure and cannot be handed to the "
+                "rollout process; use a module-level function, functools.partial or an instance of a "
+                "module-level class"
+            )
+    return rewards
+
+
+def source_names(rewards: list) -> list[str]:
+    """Names in metrics: __name__, a partial's function's, an instance's class. A repeated one is numbered."""
+    names = []
+    for reward in rewards:
+        while isinstance(reward, functools.partial):
+            reward = reward.func
+        name = getattr(reward, "__name__", type(reward).__name__)
+        names.append(name if name not in names else f"{name}_{len(names)}")
+    return names
+
+
+def check_prompt(row: dict, where: str) -> None:
+    """Raises ValueError unless the row's prompt is a list of text messages."""
+    if "prompt" not in row:
+        raise ValueError(f"{where} has no column `prompt`; its columns are {sorted(row)}")
+    prompt = row["prompt"]
+    conversational = (
+        isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt)
+    )
+    if not conversational:
+        raise ValueError(
+            f"the prompt of {where} is not conversational: it must be a list of messages like "
+            f"[{{'role': 'user', 'content': ...}}], not {str(prompt)[:80]!r}"
+        )
+    for message in prompt:
+        parts = message.get("content")
+        for part in parts if isinstance(parts, list) else ():
+            if isinstance(part, dict) and "image" in str(part.get("type")):
+                raise ValueError(f"the prompt of {where} holds an image; only text can be trained on")
+
+
+# --------------------------------------------------------------------------------------------------- scoring
+
+
+def is_async(function) -> bool:
+    """Is it an `async def`, a partial of one, or an instance whose calls are?"""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def as_rewards(result, count: int) -> np.ndarray:
+    """What a reward function returned, float64 [count], NaN = does not apply; TypeError, ValueError."""
+    if isinstance(result, (str, bytes, dict)) or not hasattr(result, "__len__"):
+        raise TypeError(f"it must return a list of {count} values, not {result!r}")
+    if len(result) != count:
+        raise ValueError(f"it returned {len(result)} values for {count} completions")
+    return np.array([as_reward(value) for value in result], dtype=np.float64)
+
+
+def as_reward(value) -> float:
+    """One reward; None becomes NaN. TypeError for anything but a number, ValueError for an infinite one."""
+    if hasattr(value, "item"):  # a scalar of numpy or torch
+        value = value.item()
+    if value is None:
+        return math.nan
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"a reward must be a number or None, not {value!r}")
+    if math.isinf(value):
+        raise ValueError(f"a reward must be finite, not {value!r}")
+    return float(value)
+
+
+def total_rewards(sources: dict[str, np.ndarray], count: int) -> np.ndarray:
+    """Sum over the sources that scored a rollout; NaN where none did. float64 [count]."""
+    values = np.array(list(sources.values())).reshape(-1, count)  # [sources, count]
+    return np.where(np.isnan(values).all(axis=0), np.nan, np.nansum(values, axis=0))
+
+
+def drop_reason(rewards: np.ndarray) -> str | None:
+    """Why a group teaches nothing, or None. Compares rewards: the std of equal ones can be above 0."""
+    scored = rewards[~np.isnan(rewards)]
+    if len(scored) < 2:
+        return "fewer than two scored"
+    high, low = scored.max(), scored.min()
+    return "equal rewards" if high - low <= 1e-8 * max(1.0, abs(high)) else None
+
+
+def std_of(values: np.ndarray) -> float:
+    """Population standard deviation of the scored ones; NaN when there are none."""
+    scored = values[~np.isnan(values)]
+    return float(scored.std()) if len(scored) else math.nan
+
+
+def completion_metrics(rollouts: list[Rollout], eos_ids: set[int]) -> dict:
+    """completions/*: lengths in generated tokens, the share that was cut, the share that is a repetition."""
+    lengths = [sum(len(turn.output_ids) for turn in r.turns) for r in rollouts]
+    ended = [
+        bool(r.turns) and len(r.turns[-1].output_ids) > 0 and r.turns[-1].output_ids[-1] in eos_ids
+        for r in rollouts
+    ]
+    different = {tuple(tuple(turn.output_ids) for turn in r.turns) for r in rollouts}
+    values = {
+        "completions/clipped_ratio": (len(rollouts) - sum(ended), len(rollouts)),
+        "completions/duplicate_frac": (len(rollouts) - len(different), len(rollouts)),
+    }
+    terminated = [length for length, end in zip(lengths, ended, strict=True) if end]
+    for kind, some in (("length", lengths), ("terminated_length", terminated)):
+        if some:
+            values |= {
+                f"completions/mean_{kind}": some,
+                f"completions/min_{kind}": min(some),
+                f"completions/max_{kind}": max(some),
+            }
+    return values
+
+
+class MetricsBuffer:
+    """Values since the last message. Lists and pairs are joined, single values reduced as their names say."""
+
+    def __init__(self):
+        self.values = {}
+
+    def record(self, name: str, value) -> None:
+        last = name.rsplit("/", 1)[-1].split("_")
+        held = self.values.get(name)
+        if isinstance(value, tuple):
+            self.values[name] = value if held is None else (held[0] + value[0], held[1] + value[1])
+        elif isinstance(value, list):
+            self.values.setdefault(name, []).extend(value)
+        elif "count" in last:
+            self.values[name] = value + (held or 0)
+        elif "max" in last or "min" in last:
+            self.values[name] = value if held is None else (max if "max" in last else min)(held, value)
+        else:
+            self.values.setdefault(name, []).append(value)
+
+    def take(self) -> dict:
+        values, self.values = self.values, {}
+        return values
+
+
+# ----------------------------------------------------------------------------------------------- server load
+
+
+@dataclass
+class Load:
+    """A server and what this process has asked of it."""
+
+    server: Server
+    cap: int  # most rollouts at once
+    running: int = 0
+    finished: int = 0  # rollouts since the cap was last raised
+    measured: bool = False  # the cap follows the server's /metrics
+    preemptions: float | None = None
+    retries: int = 0
+
+
+def next_cap(cap: int, running: int, finished: int, kv_usage: float, waiting: float) -> int:
+    """The live cap on a server's rollouts after one look at its load.
+
+    Raised by a quarter while the cache is under 60 % and nothing waits, at most once per `cap` finished
+    rollouts; lowered by 30 % above 80 %, but not again while more than the cap are still running: the last
+    cut has not taken effect yet.
+    """
+    if kv_usage > 0.8 and running <= cap:
+        return max(1, int(cap * 0.7))
+    if kv_usage < 0.6 and waiting == 0 and finished >= cap:
+        return math.ceil(cap * 1.25)
+    return cap
+
+
+# -------------------------------------------------------------------------------------------------- the loop
+
+
+@dataclass
+class Prompt:
+    """One prompt of one epoch."""
+
+    group_id: int  # running number of the prompt since the start of the run
+    epoch: int
+    row_index: int
+    row: dict
+
+
+@dataclass
+class Flight:
+    """A group on its way: what the loop keeps about it beside what hooks see."""
+
+    group: Group
+    prompt: list[dict]
+    load: Load
+    attempt: int  # how often this prompt was sampled before
+    left: int  # rollouts not finished yet
+    abandoned: set[int] = field(default_factory=set)  # rollouts that ran out of time
+    samples: list[list[Sample]] = field(default_factory=list)  # per rollout
+    tokens: int = 0  # raw tokens of the samples so far
+    done_at: float = 0.0
+
+
+@dataclass
+class Place:
+    """Whose turn a request is: every request of a rollout finds it in PLACE."""
+
+    flight: Flight
+    index: int
+    deadline: float | None
+    turns: int = 0
+
+
+PLACE: contextvars.ContextVar[Place] = contextvars.ContextVar("place")
+
+
+def request_seed(*parts) -> int:
+    """A sampling seed of 63 bits, different for every request: engines that share one repeat each other."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
+
+
+class RolloutLoop:
+    """Samples prompts, scores groups, sends messages. Subclass it to change a step:
+
+        filter_prompt        once per prompt, before generation; False skips it for this epoch
+        generate_one         once per rollout
+        generate_one_turn    once per sampling request
+        compute_advantages   once per group, dropped ones too, after group.rewards is set
+        setup, close         on the event loop, before the first prompt and at the end, after a failure too
+
+    Hooks read `self.options` (task_kwargs holds the task's own settings) and `self.tokenizer`. A subclass is
+    named by the option rollout_loop and built in the rollout process: define it in a module, and make clients
+    in `setup`.
+    """
+
+    def __init__(self, options, link: Link, send):
+        self.options = options
+        self.link = link
+        self.send = send  # send(message), never blocks
+        self.tokenizer = None
+        self.task: Task | None = None
+        self.eos_ids: set[int] = set()
+        self.vocabulary: int | None = None  # rows of the model's output head
+        self.dataset_size: int | None = None
+        self.metrics = MetricsBuffer()
+        self.loads = [
+            Load(
+                Server(url, options.vllm_server_timeout, connections=options.max_concurrent_rollouts),
+                cap=options.max_concurrent_rollouts,
+            )
+            for url in options.vllm_server_base_url
+        ]
+        self._requests = ThreadPoolExecutor(options.max_concurrent_rollouts, thread_name_prefix="request")
+        self._helpers = ThreadPoolExecutor(4, thread_name_prefix="helper")
+        self._tasks: set[asyncio.Task] = set()
+        self._ready_to_close = False
+        self._again: deque[int] = deque()
+        self._attempts = Counter()  # group -> times its prompt was sampled again
+        self._refused = Counter()  # epoch -> prompts that filter_prompt refused
+        self._streamed: OrderedDict[int, Prompt] = OrderedDict()
+        self._running: dict[int, float] = {}  # rollout -> when it started
+        self._waiting_for = "the task to load"
+        self._scoring = 0  # groups
+        self._blocked = 0  # finished groups that found the scoring queue full
+        self._finished_groups = 0
+        self._unfinished = 0  # rollouts of groups that were started
+        self._finished_rollouts = 0
+        self._mean_tokens = 0.0  # of a finished rollout's samples
+        self._held_tokens = 0  # of finished rollouts whose group was not sent yet
+        self._sent_tokens = 0
+        self._generated_tokens = 0  # since the last report
+        self._reported_at = time.monotonic()
+        self._printed_version = None
+        self._rendered = ("", [])
+
+    # ---- hooks
+
+    def filter_prompt(self, row_index: int, row: dict, epoch: int) -> bool:
+        return True
+
+    async def setup(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    async def generate_one(self, prompt: list[dict], tools: list, group_id: int) -> Rollout:
+        """One rollout: a single turn."""
+        turn = await self.generate_one_turn(self.render(prompt))
+        text = self.tokenizer.decode(turn.output_ids, skip_special_tokens=True)
+        return Rollout(
+            completion=[{"role": "assistant", "content": text}], completion_ids=turn.output_ids, turns=[turn]
+        )
+
+    def render(self, messages: list[dict]) -> list[int]:
+        """The conversation so far through the chat template, ready for the assistant's turn: token ids."""
+        key = repr(messages)
+        if key != self._rendered[0]:  # the rollouts of a group start one after the other, with equal prompts
+            encoded = self.tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=True,
+                return_dict=True,
+                **self.options.chat_template_kwargs or {},
+            )
+            self._rendered = key, list(encoded["input_ids"])
+        return self._rendered[1]
+
+    async def generate_one_turn(self, prompt_ids: list[int]) -> Turn:
+        """One request to the group's server, with the options' sampling settings and a seed of its own."""
+        options, place = self.options, PLACE.get()
+        group = place.flight.group
+        place.turns += 1
+        seed = request_seed(options.seed, group.group_id, place.flight.attempt, place.index, place.turns)
+        head = options.num_sampler_logprobs if options.score_centering else 0
+        sample = functools.partial(
+            place.flight.load.server.complete,
+            [int(token) for token in prompt_ids],
+            max_tokens=options.max_completion_length,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            min_p=options.min_p or 0.0,
+            seed=seed,
+            logprobs=options.top_k or head,  # the candidate set holds the head
+            stop_token_ids=sorted(self.eos_ids),
+            deadline=place.deadline,
+        )
+        answer = await asyncio.get_running_loop().run_in_executor(self._requests, sample)
+        self.check_vocabulary(answer.token_ids)
+        self._generated_tokens += len(answer.token_ids)
+        return Turn(
+            prompt_ids=prompt_ids,
+            output_ids=answer.token_ids.tolist(),
+            output_logp=answer.logp,
+            candidate_ids=answer.candidate_ids,
+            topk=(answer.topk_ids[:, :head], answer.topk_logp[:, :head]) if head else None,
+            versions=answer.versions,
+        )
+
+    def compute_advantages(self, group: Group) -> np.ndarray:
+        """(reward - mean) / (std + 1e-8) over the group's scored rollouts, population std; else 0.
+
+        float64 [num_generations]. GRPO, arXiv 2402.03300.
+        """
+        scored = ~np.isnan(group.rewards)
+        advantages = np.zeros(len(group.rewards))
+        if scored.any():
+            rewards = group.rewards[scored]
+            advantages[scored] = (rewards - rewards.mean()) / (rewards.std() + 1e-8)
+        return advantages
+
+    # ---- start and end
+
+    async def run(self, position: int, finished: set[int]) -> None:
+        """Sample prompts from `position` on, without those in `finished`, until the link says stop."""
+        self._over = asyncio.get_running_loop().create_future()
+        self._changed = asyncio.Event()
+        self._score_queue: asyncio.Queue[Flight] = asyncio.Queue(SCORE_QUEUE)
+        self._spawn(self._tick())
+        self._spawn(self._work(position, finished))
+        try:
+            await self._over
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=CLOSE_S)
+            self._requests.shutdown(wait=False, cancel_futures=True)
+            self._helpers.shutdown(wait=False, cancel_futures=True)
+            if self._ready_to_close:
+                await asyncio.wait_for(self.close(), CLOSE_S)
+
+    def _spawn(self, coroutine) -> None:
+        """Run a coroutine beside the others; what it raises ends the loop."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None and not self._over.done():
+            self._over.set_exception(task.exception())
+
+    async def _work(self, position: int, finished: set[int]) -> None:
+        await self._in_thread(self._load)
+        self._ready_to_close = True
+        await self.setup()
+        for _ in range(SCORE_QUEUE):
+            self._spawn(self._score_groups())
+        await self._until(lambda: self.link.allowance.value > 0, "the first weights to reach the servers")
+        await self._look_at_servers()
+        self._spawn(self._watch_servers())
+        await self._start_groups(position, finished)
+
+    def _load(self) -> None:
+        """Tokenizer, task and what reward functions need; on a thread, so that the heart beats meanwhile."""
+        from transformers import AutoTokenizer  # here: importing it takes seconds
+
+        options = self.options
+        source = {"trust_remote_code": options.trust_remote_code}
+        source |= {
+            k: v for k, v in (options.model_init_kwargs or {}).items() if k in ("revision", "subfolder")
+        }
+        self.tokenizer = AutoTokenizer.from_pretrained(options.model, **source)
+        if options.chat_template:
+            self.tokenizer.chat_template = read_template(options.chat_template)
+        self.eos_ids, self.vocabulary = model_ids(options.model, source, self.tokenizer)
+        self.task = load_task(options.task, options.task_kwargs)
+        if not self.task.rewards and type(self).generate_one is RolloutLoop.generate_one:
+            raise ValueError(f"task {self.task.name} has no rewards: nothing would be learnt")
+        if self.task.tools and type(self).generate_one is RolloutLoop.generate_one:
+            raise ValueError(
+                f"task {self.task.name} has tools, but a rollout of this loop is one turn without calls"
+            )
+        self._reward_names = source_names(self.task.rewards)
+        self._reward_locks = {name: asyncio.Lock() for name in self._reward_names}
+        self._rewards = ThreadPoolExecutor(max(len(self._reward_names), 1), thread_name_prefix="reward")
+
+    async def _in_thread(self, function, *arguments):
+        return await asyncio.get_running_loop().run_in_executor(self._helpers, function, *arguments)
+
+    async def _until(self, ready, what: str) -> None:
+        while not ready():
+            self._waiting_for = what
+            self._changed.clear()
+            await self._changed.wait()
+        self._waiting_for = ""
+
+    async def _tick(self) -> None:
+        """The heart, and everything that has to be looked at now and then."""
+        while True:
+            now = time.monotonic()
+            self.link.beat.value = now
+            if self.link.stop.value and not self._over.done():
+                self._over.set_result(None)
+            self._again.extend(self.link.take_again())
+            self._changed.set()
+            if now - self._reported_at > REPORT_S:
+                self._report(now)
+            await asyncio.sleep(TICK_S)
+
+    # ---- prompts
+
+    def _prompts(self, position: int, finished: set[int]):
+        """All prompts from `position` on, epoch after epoch in the dataset's order. Runs on a thread."""
+        dataset, size = self.task.dataset, None
+        if not hasattr(dataset, "__len__"):
+            yield from self._streamed_prompts(position, finished)
+            return
+        size = self.dataset_size = len(dataset)
+        for group_id in itertools.count(position):
+            if group_id >= self._end(size):
+                return
+            if group_id not in finished:
+                yield Prompt(group_id, group_id // size, group_id % size, dataset[group_id % size])
+
+    def _streamed_prompts(self, position: int, finished: set[int]):
+        """A stream has no middle to start from: after a resume its first row comes again, numbered on."""
+        if position:
+            print("streaming dataset: sampling restarts from its first prompt", flush=True)
+        group_id = position
+        for epoch in itertools.count():
+            rows = iter(self.task.dataset)
+            row, row_index = next(rows, None), 0
+            while row is not None:
+                following = next(rows, None)
+                if following is None:  # the size is told with the last prompt, not after it
+                    self.dataset_size = row_index + 1
+                while group_id in finished:
+                    group_id += 1
+                if self.dataset_size is not None and group_id >= self._end(self.dataset_size):
+                    return
+                prompt = self._streamed[group_id] = Prompt(group_id, epoch, row_index, row)
+                if len(self._streamed) > STREAMED_ROWS:
+                    self._streamed.popitem(last=False)
+                yield prompt
+                group_id, row, row_index = group_id + 1, following, row_index + 1
+
+    def _end(self, size: int) -> float:
+        return math.inf if self.options.max_steps > 0 else math.ceil(self.options.num_train_epochs * size)
+
+    async def _next_prompt(self, prompts) -> Prompt | None:
+        """A prompt that has to be sampled again, else the next new one, None when there are no more."""
+        if not self._again:
+            return await self._in_thread(next, prompts, None)
+        group_id = self._again.popleft()
+        self._attempts[group_id] += 1
+        if group_id in self._streamed:
+            return self._streamed[group_id]
+        if not hasattr(self.task.dataset, "__len__"):
+            raise RolloutError(
+                f"prompt {group_id} of a streaming dataset is too far back to be sampled again"
+            )
+        size = self.dataset_size
+        row = await self._in_thread(self.task.dataset.__getitem__, group_id % size)
+        return Prompt(group_id, group_id // size, group_id % size, row)
+
+    def _admit(self, prompt: Prompt) -> bool:
+        """Ask filter_prompt; a refused prompt is through for this epoch."""
+        if self.filter_prompt(prompt.row_index, prompt.row, prompt.epoch):
+            return True
+        self.send(GroupMessage(prompt.group_id, [], "refused by filter_prompt", self.dataset_size, {}))
+        self._refused[prompt.epoch] += not self._attempts[prompt.group_id]
+        if self._refused[prompt.epoch] == self.dataset_size:
+            raise RolloutError(f"filter_prompt refused every prompt of epoch {prompt.epoch}")
+        return False
+
+    # ---- groups and rollouts
+
+    async def _start_groups(self, position: int, finished: set[int]) -> None:
+        prompts = self._prompts(position, finished)
+        while True:
+            prompt = await self._next_prompt(prompts)
+            if prompt is None:
+                await self._until(lambda: self._again, "nothing: every prompt was sampled")
+                continue
+            await self._room_for_a_group()
+            if self._admit(prompt):
+                await self._start_group(prompt)
+
+    async def _room_for_a_group(self) -> None:
+        """Wait for what limits groups: one at a time at first, the scoring queue, staleness."""
+        await self._until(self._lengths_known, "the first group, which tells how long rollouts are")
+        await self._until(lambda: not self._blocked, "the scoring queue, which is full")
+        started = time.monotonic()
+        self.link.held.value = not self._fresh()
+        if self.link.held.value:
+            await self._until(self._fresh, "training, at the staleness limit")
+            self.metrics.record("rollout/backpressure_s", [time.monotonic() - started])
+        self.link.held.value = False
+
+    def _lengths_known(self) -> bool:
+        return self._finished_groups > 0 or self._unfinished == 0
+
+    def _fresh(self) -> bool:
+        """Are the raw tokens sent and in flight below the allowance? One in flight counts as the mean."""
+        in_flight = self._held_tokens + self._unfinished * self._mean_tokens
+        return self._sent_tokens + in_flight < self.link.allowance.value
+
+    async def _start_group(self, prompt: Prompt) -> None:
+        """Start all rollouts of a prompt, as the servers' and the resource limit allow."""
+        options, count = self.options, self.options.num_generations
+        check_prompt(prompt.row, f"dataset row {prompt.row_index}")
+        columns = {name: [value] * count for name, value in prompt.row.items() if name != "prompt"}
+        messages = prompt.row["prompt"]
+        await self._until(lambda: any(map(self._slot, self.loads)), "a free slot of a server")
+        load = min(filter(self._slot, self.loads), key=lambda load: load.running / load.cap)
+        group = Group(
+            rollouts=[None] * count,
+            prompts=[messages] * count,
+            reward_kwargs=columns,
+            rewards=None,
+            group_id=prompt.group_id,
+            row_index=prompt.row_index,
+            version=self.link.version.value,
+        )
+        attempt = self._attempts[prompt.group_id]
+        flight = Flight(group, messages, load, attempt, left=count, samples=[[]] * count)
+        self._unfinished += count
+        for index in range(count):
+            await self._until(lambda: self._slot(load), "a free slot of a server")
+            rollout_id = prompt.group_id * options.num_generations + index
+            load.running += 1
+            self._running[rollout_id] = time.monotonic()
+            self._spawn(self._run_rollout(flight, index, rollout_id))
+
+    def _slot(self, load: Load) -> bool:
+        return load.running < load.cap and len(self._running) < self.options.max_concurrent_rollouts
+
+    async def _run_rollout(self, flight: Flight, index: int, rollout_id: int) -> None:
+        group, limit, started = flight.group, self.options.rollout_timeout, self._running[rollout_id]
+        place = Place(flight, index, None if limit is None else started + limit)
+        PLACE.set(place)  # of this task alone
+        try:
+            prompt = [dict(message) for message in flight.prompt]  # a hook may build its conversation on it
+            rollout = await asyncio.wait_for(
+                self.generate_one(prompt, self.task.tools, group.group_id), limit
+            )
+        except (TimeoutError, asyncio.TimeoutError):
+            if limit is None:
+                raise
+            rollout = Rollout([], [], [])
+            flight.abandoned.add(index)
+            self.metrics.record("rollout/timeout_count", 1)
+        except ServerError as error:
+            raise RolloutError(f"sampling dataset row {group.row_index} failed: {error}") from error
+        finally:
+            flight.load.running -= 1
+            flight.load.finished += 1
+            del self._running[rollout_id]
+        if not isinstance(rollout, Rollout):
+            raise TypeError(f"generate_one must return a Rollout, not {type(rollout).__name__}")
+        rollout.rollout_id = rollout_id
+        self.metrics.record("rollout/duration_s", [time.monotonic() - started])
+        await self._finish_rollout(flight, index, rollout)
+
+    async def _finish_rollout(self, flight: Flight, index: int, rollout: Rollout) -> None:
+        group = flight.group
+        group.rollouts[index] = rollout
+        flight.samples[index], drift = samples_of(rollout, group.group_id, group.row_index, group.version)
+        tokens = sum(len(s.input_ids) for s in flight.samples[index])
+        self._finished_rollouts += 1
+        self._mean_tokens += (tokens - self._mean_tokens) / min(self._finished_rollouts, MEMORY)
+        self._unfinished -= 1
+        self._held_tokens += tokens
+        flight.tokens += tokens
+        if index not in flight.abandoned:
+            record = self.metrics.record
+            record("rollout/turns_mean", [len(rollout.turns)])
+            record("rollout/turns_max", len(rollout.turns))
+            record("rollout/samples_per_rollout", [len(flight.samples[index])])
+            record("rollout/fork_frac", (sum(d > 0 for d in drift), len(drift)))
+            record("rollout/drift_tokens_mean", (sum(drift), len(drift)))
+            record("rollout/drift_tokens_max", max(drift, default=0))
+        flight.left -= 1
+        if flight.left == 0:
+            await self._to_scoring(flight)
+        self._changed.set()
+
+    async def _to_scoring(self, flight: Flight) -> None:
+        self._finished_groups += 1
+        flight.done_at = time.monotonic()
+        if self._score_queue.full():
+            self._blocked += 1
+            await self._score_queue.put(flight)
+            self._blocked -= 1
+            self.metrics.record("rollout/score_block_s", [time.monotonic() - flight.done_at])
+        else:
+            self._score_queue.put_nowait(flight)
+
+    # ---- scoring
+
+    async def _score_groups(self) -> None:
+        while True:
+            flight = await self._score_queue.get()
+            started = time.monotonic()
+            self.metrics.record("rollout/score_wait_s", [started - flight.done_at])
+            self._scoring += 1
+            await self._score(flight)
+            self._scoring -= 1
+            self.metrics.record("rollout/score_s", [time.monotonic() - started])
+            self._changed.set()
+
+    async def _score(self, flight: Flight) -> None:
+        """Rewards and advantages of a finished group, then its message."""
+        group, count = flight.group, len(flight.group.rollouts)
+        sources = await self._reward_sources(flight)
+        group.rewards = total_rewards(sources, count)
+        advantages = np.asarray(self.compute_advantages(group), dtype=np.float64)
+        if advantages.shape != (count,) or not np.isfinite(advantages).all():
+            raise RolloutError(f"compute_advantages must return {count} finite numbers, not {advantages}")
+        reason = drop_reason(group.rewards)
+        self._record_group(flight, reason)
+        samples = [s for samples in flight.samples for s in samples]
+        generated = {
+            "samples": len(samples),
+            "tokens": sum(len(t.output_ids) for r in group.rollouts for t in r.turns),
+        }
+        for index, rollout_samples in enumerate(flight.samples):
+            values = trained_metrics(sources, group.rewards, index)
+            for sample in rollout_samples:
+                sample.advantage = float(advantages[index])
+                sample.metrics = values
+                sample.enqueued_at = time.time()
+        self._held_tokens -= flight.tokens
+        if reason is None and not samples:
+            reason = "no trained token"
+        if reason is not None:  # its tokens are given back: they are neither held nor sent
+            self.send(GroupMessage(group.group_id, [], reason, self.dataset_size, generated))
+        else:
+            self._sent_tokens += flight.tokens
+            self.send(GroupMessage(group.group_id, samples, None, self.dataset_size, generated))
+
+    async def _reward_sources(self, flight: Flight) -> dict[str, np.ndarray]:
+        """Rewards of every source, float64 [num_generations]; NaN = does not apply, or abandoned."""
+        group = flight.group
+        scored = [i for i in range(len(group.rollouts)) if i not in flight.abandoned]
+        arguments = {name: [values[i] for i in scored] for name, values in group.reward_kwargs.items()} | {
+            "prompts": [group.prompts[i] for i in scored],
+            "completions": [group.rollouts[i].completion for i in scored],
+            "completion_ids": [group.rollouts[i].completion_ids for i in scored],
+        }
+        functions = list(zip(self._reward_names, self.task.rewards, strict=True)) if scored else []
+        answers = await asyncio.gather(
+            *[self._call_reward(n, f, arguments, len(scored)) for n, f in functions]
+        )
+        sources = {}
+        for (name, _), answer in zip(functions, answers, strict=True):
+            sources[name] = np.full(len(group.rollouts), np.nan)
+            sources[name][scored] = answer
+        if any(rollout.reward is not None for rollout in group.rollouts):
+            sources["rollout"] = as_rewards(
+                [rollout.reward for rollout in group.rollouts], len(group.rollouts)
+            )
+        return sources
+
+    async def _call_reward(self, name: str, function, arguments: dict, count: int) -> np.ndarray:
+        """Call a reward function. A sync one runs on a thread, and never twice at once: it may keep state."""
+        call = functools.partial(function, **arguments)
+        try:
+            if is_async(function):
+                return as_rewards(await call(), count)
+            async with self._reward_locks[name]:
+                result = await asyncio.get_running_loop().run_in_executor(self._rewards, call)
+            return as_rewards(result, count)
+        except Exception as error:
+            if self.options.on_reward_error == "stop":
+                raise RolloutError(f"reward function {name}: {type(error).__name__}: {error}") from error
+            self.metrics.record(f"rewards/{name}/error_count", 1)
+            return np.full(count, np.nan)
+
+    def _record_group(self, flight: Flight, reason: str | None) -> None:
+        group = flight.group
+        rewards = group.rewards[~np.isnan(group.rewards)].tolist()
+        self.metrics.record("reward", rewards)
+        self.metrics.record("frac_reward_zero_std", (int(reason is not None), 1))
+        if reason is not None:
+            self.metrics.record("reward_dropped", rewards)
+        rollouts = [r for i, r in enumerate(group.rollouts) if i not in flight.abandoned]
+        if rollouts:
+            for name, value in completion_metrics(rollouts, self.eos_ids).items():
+                self.metrics.record(name, value)
+        if self.options.log_completions and self._printed_version != self.link.version.value:
+            self._printed_version = self.link.version.value
+            print_completions(group, self.options.num_completions_to_print)
+
+    # ---- servers and reports
+
+    async def _watch_servers(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            await self._look_at_servers()
+
+    async def _look_at_servers(self) -> None:
+        """Adapt every server's cap to its load, and record the load: of each one, and of all together."""
+        looks = await asyncio.gather(*map(self._look_at, self.loads))
+        for number, values in enumerate(looks if len(looks) > 1 else ()):
+            for name, value in values.items():
+                self.metrics.record(f"server/{number}/rollout/{name}", value)
+        for name in dict.fromkeys(name for values in looks for name in values):
+            values = [values[name] for values in looks if name in values]
+            self.metrics.record(f"rollout/{name}", max(values) if name.endswith("_frac") else sum(values))
+
+    async def _look_at(self, load: Load) -> dict[str, float]:
+        """One server's load; without /metrics only its retries, and its cap stays max_concurrent_rollouts."""
+        retries, load.retries = load.retries, load.server.retry_count
+        looked = {"vllm_retry_count": load.retries - retries}
+        try:
+            values = await self._in_thread(load.server.metrics)
+            if not load.measured and "kv_cache_size_tokens" in values:
+                models = await self._in_thread(load.server.models)
+                load.cap = max(1, int(values["kv_cache_size_tokens"] / models[0]["max_model_len"]))
+                load.measured = True
+        except ServerError:
+            return looked
+        usage, waiting = values.get("kv_cache_usage_perc", math.nan), values.get("num_requests_waiting", 0.0)
+        if load.measured:
+            cap = next_cap(load.cap, load.running, load.finished, usage, waiting)
+            load.finished = 0 if cap > load.cap else load.finished
+            load.cap = min(cap, self.options.max_concurrent_rollouts)
+        preempted, load.preemptions = load.preemptions, values.get("num_preemptions_total", 0.0)
+        return looked | {
+            "vllm_kv_cache_usage_frac": usage,
+            "vllm_running_requests": values.get("num_requests_running", math.nan),
+            "vllm_queued_requests": waiting,
+            "vllm_preemption_count": 0.0 if preempted is None else max(load.preemptions - preempted, 0.0),
+        }
+
+    def _report(self, now: float) -> None:
+        """Once a second: a line for whoever asks what goes on, and what was measured since the last time."""
+        seconds, self._reported_at = now - self._reported_at, now
+        self.link.say(self.status(now))
+        if self.link.allowance.value == 0:
+            return  # nothing to measure before the first weights
+        self.metrics.record("rollout/generated_tokens_per_s", (self._generated_tokens, seconds))
+        self.metrics.record("rollout/concurrency", len(self._running))
+        self.metrics.record("rollout/concurrency_cap", self._cap())
+        self.metrics.record("rollout/score_queue_size", self._score_queue.qsize())
+        self._generated_tokens = 0
+        self.send(MetricsMessage(self.metrics.take()))
+
+    def _cap(self) -> int:
+        return min(sum(load.cap for load in self.loads), self.options.max_concurrent_rollouts)
+
+    def status(self, now: float) -> str:
+        """In a line: "31 rollouts in flight, oldest 118 s, 12 groups being scored, waits for training"."""
+        oldest = f", oldest {now - min(self._running.values()):.0f} s" if self._running else ""
+        scoring = self._scoring + self._score_queue.qsize()
+        parts = [f"{len(self._running)} rollouts in flight{oldest}", f"{scoring} groups being scored"]
+        if self._waiting_for:
+            parts.append(f"waits for {self._waiting_for}")
+        if retries := sum(load.server.retry_count for load in self.loads):
+            parts.append(f"{retries} requests were retried")
+        return ", ".join(parts)
+
+    def check_vocabulary(self, token_ids: np.ndarray) -> None:
+        """RolloutError for an id that the model has no row for; it is never clamped."""
+        highest = token_ids.max(initial=0)
+        if self.vocabulary is not None and highest >= self.vocabulary:
+            raise RolloutError(
+                f"the server sampled token {highest}, but the output head of {self.options.model} has "
+                f"{self.vocabulary} rows: the server does not serve this model"
+            )
+
+
+def load_loop(spec) -> type[RolloutLoop]:
+    """The RolloutLoop subclass that `spec` is or names (path.py:Class, module:Class); None = RolloutLoop."""
+    found = RolloutLoop if spec is None else locate(spec, "rollout_loop")
+    if not (inspect.isclass(found) and issubclass(found, RolloutLoop)):
+        raise TypeError(f"rollout_loop {spec!r} is not a subclass of rollout.RolloutLoop")
+    return found
+
+
+def read_template(chat_template: str) -> str:
+    """A chat template, from a file or as a text."""
+    if "{" in chat_template:
+        return chat_template
+    if not Path(chat_template).is_file():
+        raise ValueError(
+            f"chat_template: there is no file {chat_template}, and it is no template text either"
+        )
+    return Path(chat_template).read_text()
+
+
+def model_ids(model: str, source: dict, tokenizer) -> tuple[set[int], int | None]:
+    """Ids that end a turn (tokenizer's and generation config's), and rows of the output head, if known."""
+    from transformers import AutoConfig, GenerationConfig
+
+    eos_ids = {tokenizer.eos_token_id}
+    with contextlib.suppress(OSError):
+        place = {name: value for name, value in source.items() if name != "trust_remote_code"}
+        more = GenerationConfig.from_pretrained(model, **place).eos_token_id
+        eos_ids |= set(more) if isinstance(more, list) else {more}
+    vocabulary = None
+    with contextlib.suppress(OSError, ValueError):
+        vocabulary = AutoConfig.from_pretrained(model, **source).get_text_config().vocab_size
+    return eos_ids - {None}, vocabulary
+
+
+def trained_metrics(sources: dict[str, np.ndarray], rewards: np.ndarray, index: int) -> dict[str, float]:
+    """What a sample of rollout `index` says about rewards once it is trained."""
+    values = {"reward_kept": rewards[index], "reward_group_std": std_of(rewards)}
+    for name, scores in sources.items():
+        values[f"rewards/{name}/mean"] = scores[index]
+        values[f"rewards/{name}/group_std"] = std_of(scores)
+    return {name: float(value) for name, value in values.items() if not math.isnan(value)}
+
+
+def print_completions(group: Group, most: int | None) -> None:
+    """One group for the reader, up to `most` of its rollouts."""
+    print(f"\nprompt {group.group_id}, sampled by version {group.version}: {group.prompts[0]}")
+    for rollout, reward in list(zip(group.rollouts, group.rewards, strict=True))[:most]:
+        print(f"  reward {reward:.3f}: {rollout.completion}", flush=True)
+
+
+# ----------------------------------------------------------------------------------------------- the process
+
+
+class Link:
+    """What trainer and rollout process share: numbers in shared memory, and a pipe each way."""
+
+    def __init__(self, context):
+        self.version = context.Value("q", 0, lock=False)  # of the weights on the servers
+        self.allowance = context.Value("q", 0, lock=False)  # raw tokens sent and in flight since the start
+        self.beat = context.Value("d", time.monotonic(), lock=False)
+        self.held = context.Value("b", 0, lock=False)  # the staleness limit holds generation
+        self.stop = context.Value("b", 0, lock=False)
+        self._line = context.Array("c", 500, lock=False)
+        self.again_out, self.again_in = context.Pipe(duplex=False)
+        self.messages_out, self.messages_in = context.Pipe(duplex=False)
+
+    def take_again(self) -> list[int]:
+        """Groups whose prompt is to be sampled again."""
+        ids = []
+        while self.again_out.poll():
+            ids += self.again_out.recv()
+        return ids
+
+    def say(self, line: str) -> None:
+        self._line.value = line.encode()[:499]
+
+    def said(self) -> str:
+        return self._line.value.decode(errors="replace")
+
+
+class Sender:
+    """Sends messages from a thread, so that the loop never waits for the trainer to read."""
+
+    def __init__(self, connection):  # the writing end of a pipe
+        self._connection = connection
+        self._messages = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def put(self, message) -> None:
+        self._messages.put(message)
+
+    def close(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds until everything is sent."""
+        self._messages.put(None)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while (message := self._messages.get()) is not None:
+            try:
+                self._connection.send(message)
+            except OSError:
+                return  # the trainer is gone
+            except Exception:
+                self._connection.send(DeathMessage(traceback.format_exc()))
+
+
+def child_main(options, link: Link, position: int, finished: set[int]) -> None:
+    """The rollout process. It ends by os._exit, because request threads may block for minutes yet."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when to stop
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    sender = Sender(link.messages_in)
+    code = 0
+    try:
+        loop = load_loop(options.rollout_loop)(options, link, sender.put)
+        asyncio.run(loop.run(position, finished))
+    except BaseException:
+        code = 1
+        sender.put(DeathMessage(traceback.format_exc()))
+    sender.close(CLOSE_S)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def end_with_parent() -> None:
+    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def bare_child(payload: bytes):
+    """Inside, a spawned process gets no GPU and does not import the main script, which would load torch.
+
+    The script is needed after all when `payload`, what the process is handed, refers to something defined in
+    it.
+    """
+    main, hidden = sys.modules["__main__"], {}
+    if b"__main__" not in payload:
+        hidden = {name: getattr(main, name) for name in ("__spec__", "__file__") if hasattr(main, name)}
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        for name in hidden:
+            setattr(main, name, None)
+        yield
+    finally:
+        for name, value in hidden.items():
+            setattr(main, name, value)
+        if devices is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = devices
+
+
+class RolloutProcess:
+    """The trainer's handle on the rollout process.
+
+    `queue` (a queue.Queue) holds its messages; a thread empties the pipe, so a long queue never blocks the
+    process and a message cut off by its death never blocks the trainer.
+    """
+
+    def __init__(self, options):
+        self.options = options
+        self.queue: queue.Queue = queue.Queue()
+        self._context = multiprocessing.get_context("spawn")
+        self._link = Link(self._context)
+        self._process = None
+        self._death: str | None = None
+
+    def start(self, position: int, finished: set[int], version: int) -> None:
+        """Sample from prompt `position` on, without `finished`; nothing starts before the first `publish`.
+
+        Raises TypeError for a reward, or anything else handed over, that cannot reach another process.
+        """
+        for name, value in vars(self.options).items():
+            try:
+                pickle.dumps(value)
+            except Exception as error:
+                raise TypeError(f"option {name} cannot be handed to the rollout process: {error}") from error
+        source = locate(self.options.task, "task")
+        if not inspect.isfunction(source):
+            reward_functions(source, str(self.options.task))
+        load_loop(self.options.rollout_loop)
+        self._link.version.value = version
+        self._link.beat.value = time.monotonic()
+        self._process = self._context.Process(
+            target=child_main,
+            args=(self.options, self._link, position, set(finished)),
+            name="rollout",
+            daemon=True,
+        )
+        with bare_child(pickle.dumps(self.options)):
+            self._process.start()
+        self._link.messages_in.close()  # so that the child's death ends the stream
+        self._link.again_out.close()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = self._link.messages_out.recv()
+            except (EOFError, OSError):
+                return
+            if isinstance(message, DeathMessage):
+                self._death = message.traceback
+            self.queue.put(message)
+
+    def publish(self, version: int, allowance: int, again=()) -> None:
+        """The servers hold `version`; `allowance` raw tokens, since the start, may be sent or in flight.
+
+        The prompts of the groups `again` are to be sampled once more.
+        """
+        self._link.version.value = version
+        self._link.allowance.value = int(allowance)
+        if again:
+            with contextlib.suppress(OSError):  # a process that died is check()'s matter
+                self._link.again_in.send(list(again))
+
+    @property
+    def held(self) -> bool:
+        """Does the staleness limit hold generation right now?"""
+        return bool(self._link.held.value)
+
+    def status(self) -> str:
+        return self._link.said() or "starting"
+
+    def check(self) -> None:
+        """RolloutError with the process's own traceback when it has died, or when its heart has stopped."""
+        if self._process is None:
+            return
+        if not self._process.is_alive():
+            self._reader.join(CLOSE_S)  # its last words may still be on their way
+        if self._death is not None:
+            raise RolloutError(f"the rollout process died:\n{self._death}")
+        if not self._process.is_alive():
+            raise RolloutError(
+                f"the rollout process ended with exit code {self._process.exitcode} (-9: killed, perhaps for "
+                f"memory); last it said: {self.status()}"
+            )
+        silent = time.monotonic() - self._link.beat.value
+        if silent > self.options.rollout_worker_timeout:
+            raise RolloutError(
+                f"no heartbeat of the rollout process for {silent:.0f} s (rollout_worker_timeout): something "
+                f"holds its event loop; last it said: {self.status()}"
+            )
+
+    def stop(self) -> None:
+        """End the process: asked first, then by force. Returns within seconds, and may be called twice."""
+        if self._process is None:
+            return
+        self._link.stop.value = 1
+        self._process.join(2 * CLOSE_S + 1)
+        for end in (self._process.terminate, self._process.kill):
+            if self._process.is_alive():
+                end()
+                self._process.join(2.0)

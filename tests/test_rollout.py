@@ -1,0 +1,994 @@
+"""Claims about rollout.py: the loop in this process on a scripted server, at the end real processes.
+
+Run: pytest tests/test_rollout.py
+"""
+
+import asyncio
+import json
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import rollout_tasks
+from fake_server import EOS, VOCABULARY, FakeServer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rollout
+from options import Options
+from rollout import (
+    DeathMessage,
+    Group,
+    GroupMessage,
+    Link,
+    MetricsMessage,
+    Rollout,
+    RolloutError,
+    RolloutLoop,
+    RolloutProcess,
+    Turn,
+    completion_metrics,
+    drop_reason,
+    load_task,
+    next_cap,
+    samples_of,
+    total_rewards,
+)
+
+HERE = Path(__file__).parent
+
+
+def case(name: str) -> dict:
+    return json.loads((HERE / "data" / "cases" / f"{name}.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> str:
+    """A directory with a tokenizer of whole words, a chat template and a config, but no weights."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    directory = tmp_path_factory.mktemp("model")
+    words = ["<pad>", "<bos>", "<eos>", "user", "assistant", "system", "tool"]
+    vocabulary = {word: i for i, word in enumerate(words + [str(i) for i in range(40)])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }} {{ m.content }} <eos> {% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    tokenizer.save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": VOCABULARY}))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, 5]}))
+    return str(directory)
+
+
+def options_for(model: str, *servers: FakeServer, **changes) -> Options:
+    defaults = dict(
+        model=model,
+        task="rollout_tasks:lengths",
+        num_generations=4,
+        max_completion_length=16,
+        num_train_epochs=1.0,
+        vllm_server_base_url=[server.url for server in servers],
+        vllm_server_timeout=20.0,
+        num_sampler_logprobs=3,
+    )
+    return Options(**(defaults | changes))
+
+
+class Run:
+    """A loop in this process, on a thread with its own event loop, and what it sent."""
+
+    def __init__(self, options, allowance=10**9, position=0, finished=(), version=1):
+        self.link = Link(multiprocessing.get_context("spawn"))
+        self.link.version.value = version
+        self.link.allowance.value = allowance
+        self.messages = []
+        self.loop = rollout.load_loop(options.rollout_loop)(options, self.link, self.messages.append)
+        for load in self.loop.loads:
+            load.server.backoff_s = 0.001
+        self.error = None
+        self._thread = threading.Thread(target=self._run, args=(position, set(finished)))
+
+    def _run(self, position, finished):
+        try:
+            asyncio.run(self._main(position, finished))
+        except Exception as error:
+            self.error = error
+
+    async def _main(self, position, finished):
+        self.event_loop = asyncio.get_running_loop()
+        await self.loop.run(position, finished)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.link.stop.value = 1
+        self._thread.join(15)
+        assert not self._thread.is_alive()
+
+    def until(self, ready, seconds=15.0):
+        """Wait until ready() is true; the loop's error is raised here."""
+        deadline = time.monotonic() + seconds
+        while not ready():
+            if self.error is not None:
+                raise self.error
+            assert time.monotonic() < deadline, f"nothing came of it: {self.loop.status(time.monotonic())}"
+            time.sleep(0.005)
+
+    def groups(self, count: int = 0) -> list[GroupMessage]:
+        """The group messages so far, once there are `count`."""
+        found = lambda: [m for m in list(self.messages) if isinstance(m, GroupMessage)]  # noqa: E731
+        self.until(lambda: len(found()) >= count)
+        return found()
+
+    def metrics(self) -> dict:
+        """Everything measured so far."""
+        buffer = rollout.MetricsBuffer()
+        for values in [m.values for m in self.messages if isinstance(m, MetricsMessage)] + [
+            self.loop.metrics.values
+        ]:
+            for name, value in values.items():
+                buffer.record(name, value)
+        return buffer.values
+
+
+# ---- turns -> samples
+
+
+def turn(prompt, output, **more) -> Turn:
+    return Turn(prompt, output, [-0.1 * (i + 1) for i in range(len(output))], **more)
+
+
+def samples(*turns, version=3):
+    return samples_of(Rollout([], [], list(turns), rollout_id=5), group_id=1, row_index=0, version=version)
+
+
+def test_rerendered_history_starts_a_new_sample():
+    given, expect = case("A04_rerendered_history")["given"], case("A04_rerendered_history")["expect"]
+    turns = [Turn(t["prompt_ids"], t["output_ids"], t["output_log_probs"]) for t in given["turns"]]
+    made, drift = samples(*turns)
+    assert len(made) == expect["samples_per_rollout"]
+    for sample, wanted in zip(made, expect["samples"], strict=True):
+        assert sample.input_ids.tolist() == wanted["input_ids"]
+        assert sample.trained.astype(int).tolist() == wanted["completion_mask"]
+        np.testing.assert_allclose(sample.sampler_logp, wanted["old_log_probs"], atol=1e-7)
+    assert drift == [expect["drift_tokens_max"]]
+    assert sum(int(s.trained.sum()) for s in made) == expect["trained_tokens_total"]
+
+
+def test_turn_that_repeats_all_held_tokens_continues_the_sample():
+    (sample,), drift = samples(turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 9, 9], [5, 6]))
+    assert sample.input_ids.tolist() == [1, 2, 3, 4, 9, 9, 5, 6]
+    assert sample.trained.astype(int).tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert drift == [0] and sample.rollout_id == 5 and sample.group_id == 1
+
+
+def test_one_token_of_drift_is_enough_to_fork():
+    made, drift = samples(turn([1, 2], [3, 4]), turn([1, 2, 3, 7, 9], [5]))
+    assert len(made) == 2 and drift == [1]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.booleans(), st.lists(st.integers(0, 3), min_size=1), st.lists(st.integers(0, 3), min_size=1)
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+@settings(max_examples=100, deadline=None)
+def test_every_generated_token_is_trained_in_exactly_one_sample(plan):
+    turns, held = [], []
+    for continues, context, output in plan:
+        prompt = held + context if continues else context
+        turns.append(turn(prompt, output))
+        held = prompt + output
+    made, drift = samples(*turns)
+    trained = [token for s in made for token in s.input_ids[s.trained].tolist()]
+    assert trained == [token for t in turns for token in t.output_ids]
+    assert len(drift) == len(turns) - 1 and len(made) == 1 + sum(d > 0 for d in drift)
+
+
+def test_masked_tokens_are_context_and_a_sample_without_trained_ones_is_not_made():
+    (sample,), _ = samples(turn([1], [3, 4], output_mask=[0, 1]), turn([8], [9], output_mask=[0]))
+    assert sample.trained.tolist() == [False, False, True]
+
+
+def test_first_token_is_never_trained():
+    (sample,), _ = samples(turn([], [3, 4]))
+    assert sample.trained.tolist() == [False, True]
+
+
+def test_candidates_and_top_lists_stay_with_their_tokens():
+    first = turn([1, 2], [3, 4], candidate_ids=[[3, 8], [4]], topk=[{3: -0.1, 8: -0.5}, {4: -0.2}])
+    arrays = (np.array([[5, 7, 6]], np.int32), np.array([[-0.1, -0.2, -0.3]], np.float32))
+    second = turn([1, 2, 3, 4, 9], [5], candidate_ids=(np.array([5, 6]), np.array([0, 2])), topk=arrays)
+    third = turn([1, 2, 3, 4, 9, 5], [6])
+    (sample,), _ = samples(first, second, third)
+    values, offsets = sample.candidate_ids
+    lists = [values[a:b].tolist() for a, b in zip(offsets, offsets[1:], strict=False)]
+    assert lists == [[], [], [3, 8], [4], [], [5, 6], []]
+    assert sample.topk_ids[[2, 3, 5]].tolist() == [[3, 8, -1], [4, -1, -1], [5, 7, 6]]
+    assert (sample.topk_ids[[0, 1, 4, 6]] == -1).all() and np.isneginf(sample.topk_logp[6]).all()
+    assert sample.topk_logp[2, 1] == np.float32(-0.5)
+
+
+def test_sample_carries_the_oldest_version_of_its_own_tokens():
+    one, two = samples(
+        turn([1], [3, 4], versions=np.array([6, 7], np.int32)),
+        turn([9], [5, 6], versions=np.array([8, 8], np.int32)),
+        version=6,
+    )[0]
+    assert (one.version, two.version) == (6, 8)
+    assert one.token_version[one.trained].tolist() == [6, 7]
+    assert samples(turn([1], [3]), version=4)[0][0].version == 4
+
+
+def test_log_probabilities_that_do_not_fit_the_tokens_are_an_error():
+    with pytest.raises(RolloutError, match="rollout 5: 2 tokens but 1 log-probabilities"):
+        samples(Turn([1], [3, 4], [-0.1]))
+
+
+# ---- scoring
+
+
+def group_of(rewards) -> Group:
+    return Group([], [], {}, np.array(rewards, dtype=np.float64), 0, 0, 0)
+
+
+def test_group_scoring_case():
+    expect = case("A01_group_scoring")["expect"]
+    for one in case("A01_group_scoring")["given"]["groups"]:
+        rewards = one.get("rewards") or [eval(text) for text in one["rewards_as_expressions"]]
+        column = np.array(
+            [np.nan if value in (None, "NaN") else value for value in rewards], dtype=np.float64
+        )
+        group = group_of(total_rewards({"f": column}, len(column)))
+        advantages = RolloutLoop.compute_advantages(None, group)
+        assert not np.isnan(advantages).any()
+        wanted = expect[one["name"]]
+        dropped = True if one["name"] == "equal_up_to_rounding" else wanted["dropped"]
+        assert (drop_reason(group.rewards) is not None) == dropped
+        if "advantages" in wanted:
+            np.testing.assert_allclose(advantages, wanted["advantages"], rtol=0, atol=wanted["tolerance"])
+            assert advantages[1] == 0.0 == advantages[3]
+
+
+def test_sources_are_summed_and_a_rollout_nobody_scored_stays_unscored():
+    sources = {"a": np.array([1.0, np.nan, np.nan]), "b": np.array([2.0, 5.0, np.nan])}
+    np.testing.assert_array_equal(total_rewards(sources, 3), [3.0, 5.0, np.nan])
+    np.testing.assert_array_equal(total_rewards({}, 2), [np.nan, np.nan])
+
+
+@pytest.mark.parametrize(
+    "rewards, reason",
+    [
+        ([1, 1 + 5e-9, np.nan], "equal rewards"),
+        ([1, 1 + 5e-8], None),
+        ([1e6, 1e6 + 1e-3], "equal rewards"),
+        ([1, np.nan], "fewer than two scored"),
+        ([np.nan, np.nan], "fewer than two scored"),
+    ],
+)
+def test_groups_are_dropped_by_comparing_rewards(rewards, reason):
+    assert drop_reason(np.array(rewards, dtype=np.float64)) == reason
+
+
+def test_completion_metrics_case():
+    given, expect = case("A08_metric_definitions")["given"], case("A08_metric_definitions")["expect"]
+    rollouts = [Rollout([], [], [turn([1], ids) for ids in turns]) for turns in given["completions"].values()]
+    values = completion_metrics(rollouts, set(given["eos_token_ids"]))
+    for name in ("mean_length", "min_length", "max_length", "clipped_ratio"):
+        assert reduced(values[f"completions/{name}"]) == pytest.approx(expect[f"completions/{name}"])
+    for name in ("mean", "min", "max"):
+        name = f"completions/{name}_terminated_length"
+        assert reduced(values[name]) == pytest.approx(expect[name])
+    group = [
+        Rollout([], [], [turn([1], ids) for ids in turns]) for turns in given["group_for_duplicates"].values()
+    ]
+    duplicates = completion_metrics(group, {100})["completions/duplicate_frac"]
+    assert reduced(duplicates) == expect["completions/duplicate_frac"]
+
+
+def reduced(value) -> float:
+    if isinstance(value, tuple):
+        return value[0] / value[1]
+    return float(np.mean(value)) if isinstance(value, list) else value
+
+
+def test_metrics_buffer_joins_values_as_their_names_say():
+    buffer = rollout.MetricsBuffer()
+    for value in (2, 5, 1):
+        buffer.record("rollout/turns_max", value)
+        buffer.record("completions/min_length", value)
+        buffer.record("rollout/vllm_retry_count", value)
+        buffer.record("rollout/concurrency", value)
+        buffer.record("rollout/fork_frac", (value, 10))
+    assert buffer.take() == {
+        "rollout/turns_max": 5,
+        "completions/min_length": 1,
+        "rollout/vllm_retry_count": 8,
+        "rollout/concurrency": [2, 5, 1],
+        "rollout/fork_frac": (8, 30),
+    }
+    assert buffer.take() == {}
+
+
+@pytest.mark.parametrize(
+    "cap, running, finished, kv_usage, waiting, wanted",
+    [
+        (8, 8, 8, 0.5, 0, 10),
+        (8, 8, 7, 0.5, 0, 8),  # not once per cap-many rollouts yet
+        (8, 8, 8, 0.5, 1, 8),  # requests wait
+        (8, 8, 8, 0.7, 0, 8),
+        (10, 10, 0, 0.9, 0, 7),
+        (10, 12, 0, 0.9, 0, 10),  # the last cut has not taken effect yet
+        (1, 1, 9, 0.9, 0, 1),
+    ],
+)
+def test_server_cap_follows_its_load(cap, running, finished, kv_usage, waiting, wanted):
+    assert next_cap(cap, running, finished, kv_usage, waiting) == wanted
+
+
+# ---- tasks
+
+
+@pytest.mark.parametrize(
+    "spec, error, text",
+    [
+        ("tasks/absent.py", ValueError, "no file tasks/absent.py"),
+        ("absent_module", ValueError, "no module absent_module"),
+        ("rollout_tasks:absent", ValueError, "rollout_tasks has no absent"),
+        ("rollout_tasks", ValueError, "rollout_tasks has no dataset"),
+        ("rollout_tasks:empty", ValueError, "dataset of task rollout_tasks:empty is empty"),
+        ("rollout_tasks:no_prompt", ValueError, r"no column `prompt`; its columns are \['question'\]"),
+        ("rollout_tasks:plain_text", ValueError, "not conversational"),
+        ("rollout_tasks:image", ValueError, "row 0 .* holds an image"),
+        ("rollout_tasks:closure", TypeError, "closure.<locals>.<lambda> .* lambda or closure"),
+    ],
+)
+def test_unusable_tasks_are_refused_by_name(spec, error, text):
+    with pytest.raises(error, match=text):
+        load_task(spec, {})
+
+
+def test_task_is_found_by_path_and_by_module(tmp_path):
+    file = tmp_path / "numbers.py"
+    file.write_text(
+        textwrap.dedent("""
+            def dataset(size, start=0):
+                return [{"prompt": [{"role": "user", "content": str(start + i)}]} for i in range(size)]
+            def good(completions, **_):
+                return [0.0] * len(completions)
+            rewards = good
+        """)
+    )
+    task = load_task(str(file), {"size": 3, "start": 5})
+    assert len(task.dataset) == 3 and task.rewards[0].__name__ == "good"
+    assert load_task("rollout_tasks:lengths", {"size": 2}).dataset == rollout_tasks.prompts(2)
+    with pytest.raises(ValueError, match=r"task_kwargs \['size'\]: nothing in task .* takes them"):
+        load_task("rollout_tasks:Fixed", {"size": 2})
+
+
+# ---- generation
+
+
+def test_every_prompt_gives_one_whole_group_in_order(model):
+    with FakeServer() as fake, Run(options_for(model, fake)) as run:
+        groups = run.groups(4)
+        time.sleep(0.2)
+        assert len(run.groups()) == 4, "one epoch is 4 prompts"
+    assert sorted(g.group_id for g in groups) == [0, 1, 2, 3]
+    assert all(len(g.samples) == 4 and g.dropped is None and g.dataset_size == 4 for g in groups)
+    one = min(groups, key=lambda g: g.group_id)
+    sample = one.samples[1]
+    assert sample.input_ids[:5].tolist() == [3, 7, 7, 2, 4], "user 0 0 <eos> assistant"
+    assert not sample.trained[:5].any() and sample.trained[5:].all() and sample.input_ids[-1] == EOS
+    assert sample.topk_ids.shape == (len(sample.input_ids), 3) and sample.candidate_ids is None
+    assert (sample.version, sample.row_index, sample.rollout_id) == (1, 0, 1)
+    assert sample.advantage == pytest.approx((1 - 1.5) / math.sqrt(1.25))
+    assert one.generated == {"samples": 4, "tokens": sum(int(s.trained.sum()) for s in one.samples)}
+    assert sample.metrics["rewards/by_place/mean"] == 1.0 and sample.metrics["reward_kept"] == 1.0
+    assert abs(sample.enqueued_at - time.time()) < 20
+
+
+def test_every_request_has_a_seed_of_its_own(model):
+    with FakeServer() as fake, Run(options_for(model, fake, num_train_epochs=2.0)) as run:
+        run.groups(8)
+        seeds = [body["seed"] for body in fake.requests]
+    assert len(set(seeds)) == 32
+    with FakeServer() as fake, Run(options_for(model, fake)) as run:
+        run.groups(4)
+        assert {body["seed"] for body in fake.requests} < set(seeds), "and a run can be repeated"
+
+
+def test_requests_ask_for_no_more_log_probabilities_than_the_objective_needs(model):
+    for changes, wanted in [
+        ({}, 3),
+        ({"score_centering": False}, 0),
+        ({"top_k": 5, "top_p": 0.9}, 5),
+        ({"top_k": 2}, 2),
+        ({"top_k": 2, "score_centering": False}, 2),
+    ]:
+        with FakeServer() as fake, Run(options_for(model, fake, **changes)) as run:
+            sample = run.groups(1)[0].samples[0]
+        assert fake.requests[0]["logprobs"] == wanted
+        assert fake.requests[0]["stop_token_ids"] == [EOS, 5]
+        assert (sample.candidate_ids is not None) == ("top_k" in changes)
+        assert (sample.topk_ids is not None) == changes.get("score_centering", True)
+
+
+def test_resume_starts_behind_what_is_done(model):
+    expect = case("A20_dropped_group_accounting")["expect"]["resume"]
+    options = options_for(model, task_kwargs={"size": 3}, num_train_epochs=3.0)
+    with FakeServer() as fake:
+        options.vllm_server_base_url = [fake.url]
+        with Run(options, position=7) as run:
+            groups = run.groups(expect["groups_until_the_end"])
+            time.sleep(0.2)
+            groups = run.groups()
+        assert [g.group_id for g in groups] == [7, 8]
+        assert groups[0].samples[0].row_index == expect["first_prompt_row"]
+        with Run(options, position=4, finished={6, 8}) as run:
+            assert sorted(g.group_id for g in run.groups(3)) == [4, 5, 7]
+
+
+def test_streaming_dataset_runs_through_its_epochs(model):
+    options = options_for(
+        model, task="rollout_tasks:streaming", task_kwargs={"size": 3}, num_train_epochs=2.0
+    )
+    with FakeServer() as fake:
+        options.vllm_server_base_url = [fake.url]
+        with Run(options) as run:
+            groups = run.groups(6)
+            time.sleep(0.2)
+            assert len(run.groups()) == 6
+            run.link.again_in.send([4])
+            again = run.groups(7)[-1]
+    assert sorted(g.group_id for g in groups) == list(range(6))
+    assert {g.group_id: g.samples[0].row_index for g in groups}[4] == 1
+    assert max(groups, key=lambda g: g.group_id).dataset_size == 3
+    assert again.group_id == 4 and again.samples[0].row_index == 1
+
+
+def test_prompt_that_was_too_old_is_sampled_again_with_other_seeds(model):
+    with FakeServer() as fake, Run(options_for(model, fake)) as run:
+        run.groups(4)
+        run.link.again_in.send([2])
+        again = run.groups(5)[-1]
+        assert again.group_id == 2 and len(again.samples) == 4
+        assert len({body["seed"] for body in fake.requests}) == 20
+
+
+def test_failing_requests_are_retried_and_counted(model):
+    with FakeServer() as fake:
+        fake.script = ["500", "reset"]
+        with Run(options_for(model, fake)) as run:
+            assert all(len(g.samples) == 4 for g in run.groups(4))
+            asyncio.run_coroutine_threadsafe(run.loop._look_at_servers(), run.event_loop).result(5)
+            assert run.metrics()["rollout/vllm_retry_count"] == 2
+
+
+def test_refused_request_stops_the_run_with_the_servers_text(model):
+    text = case("A06_http_retries")["expect"]["rejected"]["error_text_contains"]
+    with FakeServer() as fake:
+        fake.script = [(400, {"error": {"message": text}})]
+        with (
+            Run(options_for(model, fake)) as run,
+            pytest.raises(RolloutError, match=f"dataset row 0 .*{text}"),
+        ):
+            run.groups(4)
+
+
+def test_token_that_the_model_has_no_row_for_stops_the_run(model):
+    def answer(token):
+        return lambda body: ([token, EOS], [{token: -0.5}, {EOS: -0.5}], "stop")
+
+    with FakeServer() as fake:
+        fake.answer = answer(VOCABULARY - 1)  # a row of the head without a word
+        with Run(options_for(model, fake, score_centering=False)) as run:
+            assert run.groups(1)[0].samples[0].input_ids[-2] == VOCABULARY - 1
+        fake.answer = answer(VOCABULARY)
+        with Run(options_for(model, fake)) as run, pytest.raises(RolloutError, match="token 60, .* 60 rows"):
+            run.groups(1)
+
+
+def test_samples_carry_the_version_their_group_began_with(model):
+    given = case("A18_transfer_order_and_version")["given"]["in_flight"]
+    with FakeServer() as fake:
+        fake.gate = threading.Event()
+        with Run(options_for(model, fake), version=given["started_at_version"]) as run:
+            run.until(lambda: len(fake.requests) == 4)
+            for version in given["versions_published_while_generating"]:
+                run.link.version.value = version
+            fake.gate.set()
+            first, second = sorted(run.groups(2), key=lambda g: g.group_id)[:2]
+    expect = case("A18_transfer_order_and_version")["expect"]["in_flight"]
+    assert {s.version for s in first.samples} == {expect["stamped_version"]}
+    assert {s.version for s in second.samples} == {5}
+
+
+def test_versions_the_server_reports_win_over_the_groups(model):
+    with FakeServer() as fake:
+        fake.answer = lambda body: ([9, 8, EOS], [{9: -1.0}, {8: -1.0}, {EOS: -1.0}], "stop")
+        fake.weight_versions = [
+            {"version": "4", "start": 0, "end": 1},
+            {"version": "5", "start": 1, "end": 3},
+        ]
+        with Run(options_for(model, fake, score_centering=False), version=3) as run:
+            sample = run.groups(1)[0].samples[0]
+    assert sample.version == 4 and sample.token_version[sample.trained].tolist() == [4, 5, 5]
+
+
+def test_rollout_over_its_time_is_abandoned_and_its_group_goes_on(model):
+    with FakeServer() as fake:
+        slow = threading.Event()
+
+        def answer(body, first=[True]):  # noqa: B006
+            if first.pop() if first else False:
+                slow.wait(10)
+            return [9, EOS], [{9: -1.0}, {EOS: -1.0}], "stop"
+
+        fake.answer = answer
+        with Run(options_for(model, fake, rollout_timeout=2.0, score_centering=False)) as run:
+            group = next(g for g in run.groups(4) if g.group_id == 0)
+            assert run.metrics()["rollout/timeout_count"] == 1
+        slow.set()
+    assert len(group.samples) == 3 and group.dropped is None
+    np.testing.assert_allclose(
+        sorted(s.advantage for s in group.samples), [-1.2247449, 0, 1.2247449], atol=1e-6
+    )
+
+
+def test_conversation_that_grows_in_place_is_rendered_anew(model):
+    with FakeServer() as fake, Run(options_for(model, fake)) as run:
+        run.groups(1)
+        messages = [{"role": "user", "content": "1"}]
+        assert run.loop.render(messages) == [3, 8, 2, 4]
+        messages.append({"role": "tool", "content": "2"})
+        assert run.loop.render(messages) == [3, 8, 2, 6, 9, 2, 4]
+
+
+def test_template_of_the_options_replaces_the_tokenizers(model, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }} {% endfor %}{{ mark }}")
+    for text in (str(template), template.read_text()):
+        options = options_for(model, chat_template=text, chat_template_kwargs={"mark": "39"})
+        with FakeServer() as fake:
+            options.vllm_server_base_url = [fake.url]
+            with Run(options) as run:
+                run.groups(1)
+            assert fake.requests[0]["prompt"] == [7, 7, 46]
+    with pytest.raises(ValueError, match="there is no file templates/absent"):
+        rollout.read_template("templates/absent")
+
+
+# ---- limits
+
+
+def test_dropped_groups_give_their_tokens_back(model):
+    given, expect = case("A20_dropped_group_accounting")["given"]["allowance"], 200
+    with FakeServer() as fake:
+        fake.answer = lambda body: ([9] * 9 + [EOS], [{9: -1.0}] * 9 + [{EOS: -1.0}], "stop")
+        options = options_for(model, fake, task="rollout_tasks:mostly_equal", score_centering=False)
+        assert given["tokens_per_group"] == 4 * (5 + 10)
+        with Run(options, allowance=expect) as run:
+            groups = run.groups(11)
+            kept = lambda: sum(g.dropped is None for g in run.groups())  # noqa: E731
+            run.until(lambda: run.link.held.value and kept() == 4)  # 240 tokens are past 200, 180 are not
+            assert [g.dropped for g in groups if g.group_id < 10] == ["equal rewards"] * 10
+            assert groups[0].samples == [] and groups[0].generated == {"samples": 4, "tokens": 40}
+            assert (run.loop._sent_tokens, run.loop._held_tokens) == (240, 0)
+
+
+def test_generation_stops_at_the_allowance_and_goes_on_with_it(model):
+    with FakeServer() as fake:
+        fake.answer = lambda body: ([9] * 9 + [EOS], [{9: -1.0}] * 9 + [{EOS: -1.0}], "stop")
+        options = options_for(model, fake, task_kwargs={"size": 20}, score_centering=False)
+        with Run(options, allowance=0) as run:
+            time.sleep(0.3)
+            assert not fake.requests, "nothing before the first weights"
+            run.link.allowance.value = 100
+            run.until(lambda: len(run.groups()) == 2 and run.link.held.value)
+            run.until(lambda: "staleness limit" in run.link.said())
+            assert len(run.groups()) == 2
+            run.link.allowance.value = 200
+            run.until(lambda: len(run.groups()) == 4 and run.link.held.value)
+            assert len(fake.requests) == 16
+            assert reduced(run.metrics()["rollout/backpressure_s"]) > 0
+
+
+def test_one_group_at_a_time_until_lengths_are_known(model):
+    with FakeServer() as fake:
+        fake.gate = threading.Event()
+        with Run(options_for(model, fake)) as run:
+            run.until(lambda: len(fake.requests) == 4)
+            time.sleep(0.2)
+            assert len(fake.requests) == 4
+            fake.gate.set()
+            run.groups(4)
+
+
+def test_no_more_rollouts_than_servers_and_resources_allow(model):
+    for changes, capacity, most in [({"max_concurrent_rollouts": 6}, 64000, 6), ({}, 7000, 7)]:
+        with FakeServer() as fake:
+            fake.load["capacity"], fake.delay_s, seen = capacity, 0.05, []
+            with Run(options_for(model, fake, task_kwargs={"size": 8}, **changes)) as run:
+                for count in range(1, 9):
+                    run.until(lambda: seen.append(len(run.loop._running)) or len(run.groups()) >= count)  # noqa: B023
+            assert max(seen) == most
+
+
+def test_server_without_metrics_gets_the_resource_limit(model):
+    with FakeServer() as fake:
+        fake.replies["/metrics"] = (404, {"detail": "Not Found"})
+        with Run(options_for(model, fake, max_concurrent_rollouts=5)) as run:
+            run.groups(4)
+            assert run.loop._cap() == 5
+
+
+def test_load_of_several_servers_is_told_one_by_one_and_together(model):
+    with FakeServer() as one, FakeServer() as two:
+        one.load |= {"usage": 0.2, "running": 3}
+        two.load |= {"usage": 0.7, "running": 4}
+        with Run(options_for(model, one, two)) as run:
+            run.groups(4)
+            metrics = run.metrics()
+    assert metrics["rollout/vllm_kv_cache_usage_frac"] == [0.7]
+    assert metrics["rollout/vllm_running_requests"] == [7]
+    assert metrics["server/1/rollout/vllm_running_requests"] == [4]
+
+
+def test_whole_groups_go_to_the_least_loaded_server(model):
+    with FakeServer() as one, FakeServer() as two:
+        one.delay_s = two.delay_s = 0.05
+        with Run(options_for(model, one, two, task_kwargs={"size": 12})) as run:
+            run.groups(12)
+        for fake in (one, two):
+            assert len(fake.requests) >= 8
+            assert set(Counter(tuple(body["prompt"]) for body in fake.requests).values()) == {4}
+
+
+def test_full_scoring_queue_holds_generation(model):
+    with FakeServer() as fake, Run(options_for(model, fake, task="rollout_tasks:never_scored")) as run:
+        run.until(lambda: run.loop._blocked and "scoring queue" in run.loop._waiting_for)
+        time.sleep(0.2)
+        started = len(fake.requests) // 4
+        assert run.loop._score_queue.qsize() == rollout.SCORE_QUEUE
+        assert started <= 2 * rollout.SCORE_QUEUE + 64 // 4 + 1
+
+
+# ---- rewards
+
+
+@pytest.mark.parametrize(
+    "name", ["one_value", "one_too_many", "bare_number", "raises_sync", "raises_async", "a_word"]
+)
+def test_broken_reward_function_stops_the_run_by_name(model, name):
+    expect = case("A02_reward_contract")["expect"].get(name, {})
+    with FakeServer() as fake:
+        options = options_for(model, fake, task="rollout_tasks:broken", task_kwargs={"name": name})
+        with Run(options) as run, pytest.raises(RolloutError, match=f"reward function {name}: ") as caught:
+            run.groups(1)
+        assert expect.get("error_text_contains", "") in str(caught.value)
+        assert not run.messages or not any(isinstance(m, GroupMessage) for m in run.messages)
+
+
+def test_reward_function_may_return_an_array(model):
+    expect = case("A02_reward_contract")["expect"]["array_ok"]
+    with FakeServer() as fake:
+        options = options_for(model, fake, task="rollout_tasks:broken", task_kwargs={"name": "array_ok"})
+        with Run(options) as run:
+            samples = run.groups(1)[0].samples
+    np.testing.assert_allclose(
+        [s.advantage for s in samples], expect["advantages"], rtol=0, atol=expect["tolerance"]
+    )
+
+
+def test_skipped_reward_errors_are_counted_and_score_nothing(model):
+    with FakeServer() as fake:
+        options = options_for(
+            model,
+            fake,
+            task="rollout_tasks:broken_beside_good",
+            task_kwargs={"name": "raises_sync"},
+            on_reward_error="skip",
+        )
+        with Run(options) as run:
+            samples = run.groups(4)[0].samples
+            assert run.metrics()["rewards/raises_sync/error_count"] == 4
+    assert len(samples) == 4 and "rewards/raises_sync/mean" not in samples[0].metrics
+    assert [s.metrics["reward_kept"] for s in samples] == [0, 1, 2, 3]
+
+
+def test_reward_functions_run_at_the_same_time(model):
+    with FakeServer() as fake, Run(options_for(model, fake, task="rollout_tasks:slow")) as run:
+        run.groups(1)
+        run.until(lambda: "rollout/score_s" in run.metrics())
+        assert 0.3 <= reduced(run.metrics()["rollout/score_s"]) < 0.55
+
+
+def test_sync_reward_function_never_runs_twice_at_once(model):
+    with FakeServer() as fake, Run(options_for(model, fake, task="rollout_tasks:stateful")) as run:
+        assert all(g.dropped is None for g in run.groups(8))
+
+
+def test_rewards_are_summed_and_named_after_their_functions(model):
+    with FakeServer() as fake, Run(options_for(model, fake, task="rollout_tasks:several")) as run:
+        samples = run.groups(1)[0].samples
+        assert run.metrics()["reward"] == [1.0, 10.0, 20.0, 30.0]
+    assert samples[0].metrics["rewards/only_some/mean"] == 1.0
+    assert "rewards/only_some/mean" not in samples[1].metrics
+    assert samples[3].metrics["rewards/scaled/mean"] == 30.0
+    assert samples[0].metrics["rewards/only_some/group_std"] == 0.5
+    assert not any("Judge" in name for name in samples[0].metrics), "it scored nothing"
+
+
+def test_group_with_equal_rewards_is_dropped_and_counted(model):
+    expect = case("A01_group_scoring")["expect"]["all_equal"]
+    with FakeServer() as fake, Run(options_for(model, fake, task="rollout_tasks:equal")) as run:
+        groups = run.groups(4)
+        metrics = run.metrics()
+    assert all(len(g.samples) == expect["samples"] and g.dropped == "equal rewards" for g in groups)
+    assert metrics["frac_reward_zero_std"] == (4, 4)
+    assert reduced(metrics["reward_dropped"]) == expect["reward_dropped"] == reduced(metrics["reward"])
+
+
+# ---- hooks
+
+
+def test_hooks_are_called_in_their_place(model):
+    with FakeServer() as fake:
+        options = options_for(model, fake, rollout_loop="rollout_tasks:Recording", task="rollout_tasks:equal")
+        with Run(options) as run:
+            run.groups(4)
+    called = run.loop.called
+    assert called[0] == "setup" and called[-1] == "close" and len(called) == 6
+    assert called[1].tolist() == [1.0] * 4, "dropped groups are seen too"
+
+
+def test_close_is_called_after_a_failure(model):
+    with FakeServer() as fake:
+        options = options_for(
+            model, fake, rollout_loop=rollout_tasks.Recording, task="rollout_tasks:late_image"
+        )
+        with Run(options) as run, pytest.raises(ValueError, match="dataset row 2 holds an image"):
+            run.groups(3)
+    assert run.loop.called[-1] == "close"
+
+
+def test_refused_prompts_are_through_for_this_epoch(model):
+    with FakeServer() as fake, Run(options_for(model, fake, rollout_loop="rollout_tasks:Odd")) as run:
+        groups = {g.group_id: g for g in run.groups(4)}
+    assert [groups[i].dropped for i in range(4)] == ["refused by filter_prompt", None] * 2
+    assert groups[0].generated == {} and len(fake.requests) == 8
+
+
+def test_refusing_every_prompt_of_an_epoch_is_an_error(model):
+    for task in ("rollout_tasks:lengths", "rollout_tasks:streaming"):
+        with FakeServer() as fake:
+            options = options_for(
+                model, fake, rollout_loop="rollout_tasks:Nothing", task=task, task_kwargs={"size": 3}
+            )
+            with Run(options) as run, pytest.raises(RolloutError, match="refused every prompt of epoch 0"):
+                run.groups(4)
+
+
+def test_rollout_may_bring_its_own_reward_and_turns(model):
+    with FakeServer() as fake, Run(options_for(model, fake, rollout_loop="rollout_tasks:SelfScored")) as run:
+        samples = run.groups(1)[0].samples
+        metrics = run.metrics()
+    assert not fake.requests and len(samples) == 4
+    assert samples[0].trained.astype(int).tolist() == [0, 0, 1, 1, 0, 1, 1]
+    assert samples[0].advantage < samples[3].advantage
+    assert reduced(metrics["rollout/turns_mean"]) == 2 and reduced(metrics["rollout/fork_frac"]) == 0
+
+
+def test_loop_that_is_no_rollout_loop_is_refused():
+    with pytest.raises(TypeError, match="is not a subclass of rollout.RolloutLoop"):
+        rollout.load_loop("rollout_tasks:Judge")
+
+
+# ---- reports
+
+
+def test_metrics_say_what_happened(model):
+    with FakeServer() as fake:
+        fake.load |= {"usage": 0.4, "running": 3, "waiting": 2}
+        with Run(options_for(model, fake)) as run:
+            run.groups(4)
+            run.until(lambda: any(isinstance(m, MetricsMessage) for m in run.messages))
+            metrics = run.metrics()
+            generated = sum(g.generated["tokens"] for g in run.groups())
+    assert metrics["rollout/generated_tokens_per_s"][0] == generated
+    assert len(metrics["rollout/duration_s"]) == 16 and metrics["rollout/turns_max"] == 1
+    assert reduced(metrics["rollout/samples_per_rollout"]) == 1
+    assert metrics["rollout/vllm_kv_cache_usage_frac"][0] == 0.4
+    assert (
+        metrics["rollout/vllm_running_requests"][0] == 3 and metrics["rollout/vllm_queued_requests"][0] == 2
+    )
+    assert metrics["completions/clipped_ratio"] == (0, 16) and metrics["completions/min_length"] >= 2
+    for name in ("concurrency", "concurrency_cap", "score_queue_size", "score_wait_s", "score_s"):
+        assert f"rollout/{name}" in metrics
+    assert "rollout/score_block_s" not in metrics and "rollout/backpressure_s" not in metrics
+
+
+def test_completions_are_printed_once_a_version(model, capfd):
+    with FakeServer() as fake:
+        options = options_for(model, fake, log_completions=True, num_completions_to_print=2)
+        with Run(options) as run:
+            run.groups(4)
+    printed = capfd.readouterr().out
+    assert printed.count("sampled by version 1") == 1 and printed.count("  reward ") == 2
+
+
+def test_status_tells_what_goes_on(model):
+    with FakeServer() as fake:
+        fake.gate = threading.Event()
+        with Run(options_for(model, fake)) as run:
+            run.until(lambda: "4 rollouts in flight" in run.link.said())
+            assert "oldest" in run.link.said() and "the first group" in run.link.said()
+            fake.gate.set()
+            run.groups(4)
+
+
+# ---- the process
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(rollout, "CLOSE_S", 0.5)
+
+
+def check_until_error(process: RolloutProcess, seconds: float) -> RolloutError:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            process.check()
+        except RolloutError as error:
+            return error
+        time.sleep(0.05)
+    raise AssertionError(f"nothing was wrong after {seconds} s: {process.status()}")
+
+
+def next_groups(process: RolloutProcess, count: int, wanted=lambda message: True) -> list[GroupMessage]:
+    """The next `count` groups that the process sends, of the wanted ones."""
+    groups = []
+    while len(groups) < count:
+        message = process.queue.get(timeout=30)
+        groups += [message] if isinstance(message, GroupMessage) and wanted(message) else []
+    return groups
+
+
+def gone(pid: int) -> bool:
+    try:
+        return "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]
+    except OSError:
+        return True
+
+
+def test_process_sends_groups_and_ends_when_told(model):
+    with FakeServer() as fake:
+        process = RolloutProcess(options_for(model, fake, task=rollout_tasks.Fixed(), num_train_epochs=50.0))
+        process.start(position=0, finished=set(), version=0)
+        try:
+            process.publish(1, 500)
+            first = next_groups(process, 3)
+            assert first[0].samples[0].version == 1
+            os.kill(process._process.pid, signal.SIGINT)  # Ctrl-C reaches every process; the trainer decides
+            process.publish(1, 10**9, again=[0])
+            next_groups(process, 1, wanted=lambda message: message.group_id == 0)
+            process.check()
+            pid = process._process.pid
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            assert b"CUDA_VISIBLE_DEVICES=" in environment
+        finally:
+            started = time.monotonic()
+            process.stop()
+            process.stop()
+        assert time.monotonic() - started < 5 and gone(pid) and process._process.exitcode == 0
+
+
+def test_killed_process_is_noticed(model):
+    with FakeServer() as fake:
+        process = RolloutProcess(options_for(model, fake))
+        process.start(0, set(), 0)
+        os.kill(process._process.pid, signal.SIGKILL)
+        assert "exit code -9" in str(check_until_error(process, 10))
+        process.stop()
+
+
+def test_failing_reward_reaches_the_trainer_with_its_traceback(model):
+    expect = case("A02_reward_contract")["expect"]["raises_sync"]
+    with FakeServer() as fake:
+        options = options_for(model, fake, task="rollout_tasks:broken", task_kwargs={"name": "raises_sync"})
+        process = RolloutProcess(options)
+        process.start(0, set(), 0)
+        process.publish(1, 10**6)
+        error = str(check_until_error(process, expect["max_seconds_to_surface"]))
+        assert "reward function raises_sync: ValueError: bad gold answer" in error and "Traceback" in error
+        messages = list(process.queue.queue)
+        assert sum(isinstance(m, DeathMessage) for m in messages) == 1
+        assert not any(isinstance(m, GroupMessage) for m in messages)
+        process.stop()
+
+
+def test_held_event_loop_stops_the_heart_and_is_ended_by_force(model, quick):
+    with FakeServer() as fake:
+        options = options_for(model, fake, rollout_loop=rollout_tasks.Stuck, rollout_worker_timeout=1.0)
+        process = RolloutProcess(options)
+        process.start(0, set(), 0)
+        process._link.beat.value += 30  # imports on a busy machine
+        process.publish(1, 10**6)
+        while process._link.beat.value > time.monotonic():
+            time.sleep(0.05)
+        error = str(check_until_error(process, 30))
+        assert "no heartbeat of the rollout process" in error and "rollout_worker_timeout" in error
+        started = time.monotonic()
+        process.stop()
+        assert time.monotonic() - started < 5 and gone(process._process.pid)
+
+
+def test_the_process_ends_with_its_parent(model):
+    with FakeServer() as fake:
+        program = textwrap.dedent(f"""
+            import sys, time
+            sys.path[:0] = {[str(HERE), str(HERE.parent)]!r}
+            from rollout import RolloutProcess
+            from options import Options
+            if __name__ == "__main__":
+                process = RolloutProcess(Options(model={model!r}, task="rollout_tasks:lengths",
+                    num_generations=4, vllm_server_base_url=[{fake.url!r}]))
+                process.start(0, set(), 0)
+                print(process._process.pid, flush=True)
+                time.sleep(600)
+        """)
+        parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        child = int(parent.stdout.readline())
+        time.sleep(1.0)
+        assert not gone(child)
+        parent.kill()
+        parent.wait()
+        deadline = time.monotonic() + 5
+        while not gone(child):
+            assert time.monotonic() < deadline, "the rollout process outlived its parent"
+            time.sleep(0.05)
+
+
+def test_reward_that_cannot_be_handed_over_is_refused_before_anything_starts(model):
+    for task in ("rollout_tasks:Handed", rollout_tasks.Handed()):
+        process = RolloutProcess(options_for(model, task=task))
+        with pytest.raises(TypeError, match="Handed.<lambda> .* is a lambda or closure"):
+            process.start(0, set(), 0)
+        process.stop()
+    process = RolloutProcess(options_for(model, task_kwargs={"judge": lambda: 1}))
+    with pytest.raises(TypeError, match="option task_kwargs cannot be handed to the rollout process"):
+        process.start(0, set(), 0)
+
+
+def test_full_pipe_does_not_block_the_end_of_the_process():
+    messages_out, messages_in = multiprocessing.Pipe(duplex=False)
+    sender = rollout.Sender(messages_in)
+    sender.put("x" * 10**6)  # nobody reads
+    started = time.monotonic()
+    sender.close(timeout=0.2)
+    assert time.monotonic() - started < 1
+    messages_out.close()
+    sender.close(timeout=5)
+    messages_in.close()
