@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from options import OptionError
 from sync import checkpoint_name, full_tensor
 
 
@@ -63,28 +64,59 @@ def newest(output_dir: str) -> Path | None:
     return found[max(found)] if found else None
 
 
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; the earlier ones are as they were."""
+
+
 def save(
     output_dir, step, model, optimizer, state, tokenizer, dtype, save_only_model, save_total_limit
 ) -> Path:
-    """Write checkpoint-<step>; every rank calls it. `state` (rank 0's) is what rollout_state.json holds."""
+    """Write checkpoint-<step>; every rank calls it. `state` (rank 0's) is what rollout_state.json holds.
+
+    Raises SaveError on every rank when one of them could not write (a full disk, say); nothing stays behind.
+    """
     final = Path(output_dir) / f"checkpoint-{step}"
     partial = Path(output_dir) / f"partial-checkpoint-{step}"
     rank = dist.get_rank()
-    if rank == 0:
+
+    def prepare():
         shutil.rmtree(partial, ignore_errors=True)
         (partial / "rng").mkdir(parents=True)
-    dist.barrier()
-    export(partial, model, tokenizer, dtype)
-    if not save_only_model:
-        dcp.save(sharded_state(model, optimizer), checkpoint_id=partial / "state")
-        torch.save(torch.get_rng_state(), partial / "rng" / f"rank-{rank}.pt")
-    dist.barrier()
-    if rank == 0:
+
+    def finish():
         write_json(partial / "rollout_state.json", {"step": step, "only_model": save_only_model, **state})
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
+
+    try:
+        together(prepare, only_on=0)
+        weights = gathered_weights(model, dtype)
+        together(lambda: export(partial, model, weights, tokenizer, dtype), only_on=0)
+        if not save_only_model:
+            together(lambda: dcp.save(sharded_state(model, optimizer), checkpoint_id=partial / "state"))
+            together(lambda: torch.save(torch.get_rng_state(), partial / "rng" / f"rank-{rank}.pt"))
+        together(finish, only_on=0)
+    except SaveError as error:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise SaveError(f"could not write {final}: {error}") from error
+    if rank == 0:
         forget_old(Path(output_dir), save_total_limit)
     return final
+
+
+def together(write, only_on: int | None = None) -> None:
+    """Run `write` on every rank, or on one. An error of one is a SaveError on all: none waits."""
+    problem = None
+    if only_on in (None, dist.get_rank()):
+        try:
+            write()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+    problems = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if found := next(filter(None, problems), None):
+        raise SaveError(found)
 
 
 def write_json(path: Path, value) -> None:
@@ -103,22 +135,23 @@ def forget_old(output_dir: Path, keep: int | None) -> None:
 
 
 @torch.no_grad()
-def export(path: Path, model, tokenizer, dtype: torch.dtype) -> None:
-    """The model in Hugging Face format, in `dtype`: gathered by all ranks, kept and written by rank 0."""
-    rank = dist.get_rank()
+def gathered_weights(model, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The model by checkpoint name, in `dtype`, on rank 0's CPU; empty on the others, which take part."""
     weights = {}
     for name, tensor in {**dict(model.named_parameters()), **dict(persistent_buffers(model))}.items():
-        whole = full_tensor(tensor)  # every rank takes part
-        if rank == 0:
-            weights[checkpoint_name(name)] = whole.to(
-                "cpu", dtype if whole.is_floating_point() else whole.dtype
-            )
-    if rank == 0:
-        model.save_pretrained(path, state_dict=weights)
-        config = copy.deepcopy(model.config)  # save_pretrained wrote the dtype of the master weights
-        config.dtype = dtype
-        config.save_pretrained(path)
-        tokenizer.save_pretrained(path)
+        whole = full_tensor(tensor)
+        if dist.get_rank() == 0:
+            weights[checkpoint_name(name)] = whole.to("cpu", dtype if whole.is_floating_point() else None)
+    return weights
+
+
+def export(path: Path, model, weights: dict[str, torch.Tensor], tokenizer, dtype: torch.dtype) -> None:
+    """The model in Hugging Face format."""
+    model.save_pretrained(path, state_dict=weights)
+    config = copy.deepcopy(model.config)  # save_pretrained wrote the dtype of the master weights
+    config.dtype = dtype
+    config.save_pretrained(path)
+    tokenizer.save_pretrained(path)
 
 
 def persistent_buffers(model):
@@ -148,15 +181,15 @@ def moments(optimizer, parameter) -> dict:
 
 
 def read_state(path: Path) -> dict:
-    """rollout_state.json of a checkpoint. Raises ValueError when it cannot be resumed, with the reason."""
+    """rollout_state.json of a checkpoint. Raises OptionError when it cannot be resumed, with the reason."""
     file = Path(path) / "rollout_state.json"
     if not file.is_file():
-        raise ValueError(
+        raise OptionError(
             f"--resume_from_checkpoint: {path} is not a complete checkpoint (no rollout_state.json)"
         )
     state = json.loads(file.read_text())
     if state["only_model"]:
-        raise ValueError(
+        raise OptionError(
             f"--resume_from_checkpoint: {path} holds only the model (--save_only_model); "
             f"train from it with --model {path} instead"
         )

@@ -52,6 +52,7 @@ class Feed:
         self.epochs = options.num_train_epochs if options.max_steps < 0 else math.inf
         self.dataset_size: int | None = None
         self.version = 0
+        self.on_wait = []  # called while waiting; may raise
         self.window = Window()
         self.used_tokens = 0  # raw tokens of samples trained or dropped
         self.step_tokens = planner.full_tokens * options.gradient_accumulation_steps  # of the last step
@@ -63,6 +64,12 @@ class Feed:
         self.last_group = time.monotonic()
         self.last_growth = 0.0
         self.open()
+
+    def check(self) -> None:
+        """Raise what ends the run while the queue is empty: a dead producer, or what `on_wait` finds."""
+        self.rollouts.check()
+        for look in self.on_wait:
+            look()
 
     def publish(self, again=()) -> None:
         limit = max(self.max_staleness, 1) * self.step_tokens
@@ -84,7 +91,7 @@ class Feed:
                 return None if batch is None else self.use(batch)
             if self.receive_one():
                 continue
-            self.rollouts.check()
+            self.check()
             now = time.monotonic()
             if self.rollouts.held:
                 self.grow(now)
@@ -106,6 +113,7 @@ class Feed:
         if isinstance(message, DeathMessage):
             raise RolloutError(f"the rollout process died:\n{message.traceback}")
         if isinstance(message, MetricsMessage):
+            self.held_seconds += sum(message.values.pop("rollout/backpressure_s", []))
             self.window.update(message.values)
         elif isinstance(message, GroupMessage):
             self.last_group = time.monotonic()
@@ -206,7 +214,7 @@ class Feed:
         window.add("batch/pad_frac", 0.0)  # rows are never padded
 
     def close_step(self, seconds: dict[str, float], microbatches: int) -> None:
-        """An optimizer step has been made of what was used since the last one; it took `seconds`, by phase."""
+        """An optimizer step was made of what was used since the last one; it took `seconds`, by phase."""
         for prompt in self.open_prompts:
             self.progress.done(prompt)
         trained = self.trained["tokens"] - self.trained_before
@@ -216,6 +224,7 @@ class Feed:
         window.add("batch/samples_per_step", self.open_samples)
         window.add("batch/groups_per_step", len(self.open_prompts))
         window.add("batch/microbatches_per_step", microbatches)
+        window.add("rollout/backpressure_s", self.held_seconds)
         fwd_bwd, step = seconds["perf/fwd_bwd_s"], seconds["perf/step_s"]
         window.add("perf/fwd_bwd_forwarded_tokens_per_s", (self.open_forwarded, fwd_bwd))
         window.add("perf/wall_clock_forwarded_tokens_per_s", (self.open_forwarded, step))
@@ -230,6 +239,7 @@ class Feed:
         """Start counting a step."""
         self.open_tokens = self.open_samples = self.open_forwarded = 0
         self.open_cost = 0.0
+        self.held_seconds = 0.0  # that the allowance held generation back
         self.open_prompts: set[int] = set()
         self.trained_before = self.trained["tokens"]
         self.growth = 0
@@ -244,13 +254,18 @@ class Feed:
         return self.progress.count / self.dataset_size if self.dataset_size else math.nan
 
     def ledger(self) -> str:
-        """What became of every sample that was generated and taken from the queue."""
+        """What became of every sample that was generated: each count is taken where it happens."""
+        queued = 0
+        while not self.rollouts.queue.empty():
+            message = self.rollouts.queue.get_nowait()
+            if isinstance(message, GroupMessage):
+                self.generated.update(message.generated)
+                queued += message.generated.get("samples", 0)
         dropped = sum(self.dropped.values())
-        held = self.generated["samples"] - self.trained["samples"] - dropped
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items()) or "none"
         return (
             f"samples: {self.generated['samples']} generated = {self.trained['samples']} trained + "
-            f"{dropped} dropped ({reasons}) + {held} not yet trained"
+            f"{dropped} dropped ({reasons}) + {self.planner.held_samples + queued} in flight"
         )
 
 

@@ -219,7 +219,8 @@ def check(options: Options) -> Options:
     if (options.top_p < 1 or options.min_p > 0) and options.top_k == 0:
         raise OptionError(
             "--top_p below 1 and --min_p above 0 need --top_k, which bounds the candidate set that "
-            "log-probabilities are renormalised over: without it an unchanged policy has a ratio other than 1. Add e.g. --top_k 64"
+            "log-probabilities are renormalised over: without it an unchanged policy has a ratio other "
+            "than 1. Add e.g. --top_k 64"
         )
     if options.lr_scheduler_type != "constant" and options.max_steps < 0:
         raise OptionError(f"--lr_scheduler_type {options.lr_scheduler_type} decays over --max_steps; set it")

@@ -44,14 +44,14 @@ from transformers.utils.logging import disable_progress_bar
 import attention
 import checkpoint
 import serve
-from checkpoint import Progress
-from client import Server
+from checkpoint import Progress, SaveError
+from client import Server, ServerError
 from feed import WAITING, Batch, Feed
 from loss import Head, Objective, head_of, microbatch_weight, policy_loss, step_divisor
 from metrics import Logger, Stopwatch, Window, peak_flops, term_metrics
 from options import OptionError, Options, check, describe, parse_or_exit
 from packing import Planner, Row, row_cost
-from rollout import RolloutProcess
+from rollout import RolloutProcess, load_task
 from sync import WeightSync
 
 PATIENCE_S = 60.0  # rank 0 tells the others this often that it still waits for rollouts
@@ -74,17 +74,30 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
     replaced by anything with the same methods, see README. Only rank 0 uses `rollouts`.
     """
     check(options)
+    start = check_inputs(options, rollouts)
     with ExitStack() as ends:
-        ranks = join_ranks(options, ends)
+        ranks = join_ranks(options)
         needs_servers = ranks.rank == 0 and (rollouts is None or sync is None)
         embedded = start_embedded(options, ranks, ends) if needs_servers and options.embedded else None
         model, tokenizer = load_model(options, ranks)
         optimizer, scheduler = make_optimizer(options, model)
-        step, version, progress = resume(options, model, optimizer, scheduler)
-        servers = reach_servers(options, embedded) if needs_servers else []
+        step, version, progress = resume(start, model, optimizer, scheduler)
+        servers = reach_servers(options, embedded, model) if needs_servers else []
         sync = sync or WeightSync(servers, options.vllm_server_timeout)
-        feed = make_feed(options, ranks, ends, rollouts, progress, version, servers, model)
+        feed = make_feed(options, ranks, ends, rollouts, progress, version, servers, embedded, model)
         logger = Logger(options, step) if ranks.rank == 0 else None
+        saved_at = start
+
+        @ends.push
+        def last_words(kind, *_):
+            if feed:
+                print(feed.ledger(), flush=True)
+            if feed and kind:
+                again = (
+                    f"go on with --resume_from_checkpoint {saved_at}" if saved_at else "nothing was saved yet"
+                )
+                print(f"stopped after step {step}; {again}", flush=True)
+
         watch, window = Stopwatch(), Window()
         sync.init()
         ends.callback(sync.close)
@@ -93,7 +106,7 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
 
         step_started = time.perf_counter()
         objective = make_objective(options)
-        nonfinite_in_a_row, saved_at = 0, None
+        nonfinite_in_a_row = 0
         while step != options.max_steps:
             trained_tokens = microbatches = 0
             for _ in range(options.gradient_accumulation_steps):
@@ -132,11 +145,15 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
                 log(logger, window, feed, step, scheduler.get_last_lr()[0], ranks)
                 window = Window()
             if options.save_steps and step % options.save_steps == 0:
-                saved_at = save(options, ranks, model, optimizer, scheduler, tokenizer, step, version, feed)
+                try:
+                    saved_at = save(options, model, optimizer, scheduler, tokenizer, step, version, feed)
+                except SaveError as error:  # on every rank; the run goes on and the next save tries again
+                    if feed:
+                        print(f"{error}; training goes on from memory, free some space", flush=True)
         if saved_at is None or saved_at.name != f"checkpoint-{step}":
-            saved_at = save(options, ranks, model, optimizer, scheduler, tokenizer, step, version, feed)
+            saved_at = save(options, model, optimizer, scheduler, tokenizer, step, version, feed)
         if feed:
-            print(f"done after {step} steps: {saved_at}\n{feed.ledger()}", flush=True)
+            print(f"done after {step} steps: {saved_at}", flush=True)
     dist.destroy_process_group()
     return saved_at
 
@@ -157,8 +174,9 @@ def next_batch(feed: Feed | None, ranks: Ranks) -> Batch | None:
 def forward_backward(model, row: Row, trained_tokens: int, objective: Objective, options: Options):
     """Forward a row, sum the loss over its terms, backward. Returns the sum and statistics per term [M].
 
-    These are gradients of plain sums: added up over ranks and micro-batches and divided once per step, so that
-    they do not depend on how samples were packed (tests/test_train.py::test_gradient_does_not_depend_on_packing).
+    These are gradients of plain sums, added up over ranks and micro-batches and divided once per step, so
+    that they do not depend on how samples were packed
+    (tests/test_train.py::test_gradient_does_not_depend_on_packing).
     """
     backbone = model.get_decoder()  # called below the root: the head runs fused with the loss, on terms only
     hidden = backbone(
@@ -184,7 +202,7 @@ def gathered_head(model, dtype: torch.dtype) -> Head:
 
 
 def optimizer_step(model, optimizer, scheduler, divisor: int, max_grad_norm: float) -> float:
-    """Divide, clip by the norm over all ranks, step. A gradient that is not finite leaves the weights alone."""
+    """Divide, clip by the norm over all ranks, step. A gradient that is not finite changes no weight."""
     parameters = [p for p in model.parameters() if p.grad is not None]
     for parameter in parameters:
         parameter.grad.div_(divisor)
@@ -244,9 +262,43 @@ def log(
 # ---- what the step runs on ----
 
 
-def join_ranks(options: Options, ends: ExitStack) -> Ranks:
-    """Join the process group torchrun describes, or a group of one. SIGTERM becomes an exit that closes ends."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+def check_inputs(options: Options, rollouts) -> Path | None:
+    """Look at the task, the model's directory and the checkpoint to resume from; returns the latter.
+
+    OptionError names what cannot work, before a model loads or a server starts.
+    """
+    directory = Path(options.model)
+    if directory.is_dir() and not (directory / "config.json").is_file():
+        raise OptionError(f"--model {directory} is no model: it has no config.json")
+    if directory.is_dir() and not any(directory.glob("*.safetensors")):
+        raise OptionError(f"--model {directory} has no weights: there is no *.safetensors file in it")
+    if rollouts is None and int(os.environ.get("RANK", 0)) == 0:
+        try:
+            load_task(options.task, options.task_kwargs)
+        except (ValueError, TypeError) as error:
+            raise OptionError(f"--task: {error}") from error
+    wanted = options.resume_from_checkpoint
+    if wanted is None or wanted.lower() == "false":
+        return None
+    path = checkpoint.newest(options.output_dir) if wanted.lower() == "true" else Path(wanted)
+    if path is None:
+        raise OptionError(f"--resume_from_checkpoint true: no complete checkpoint in {options.output_dir}")
+    checkpoint.read_state(path)
+    return path
+
+
+def leave(number: int, _) -> None:
+    """A signal becomes an exit through all the ends; a second one does not cut that short."""
+    for end in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(end, signal.SIG_IGN)
+    print(f"ended by {signal.Signals(number).name}", flush=True)
+    raise SystemExit(128 + number)
+
+
+def join_ranks(options: Options) -> Ranks:
+    """Join the process group torchrun describes, or a group of one."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, leave)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
@@ -278,12 +330,15 @@ def start_embedded(options: Options, ranks: Ranks, ends: ExitStack) -> Future:
     return future
 
 
-def reach_servers(options: Options, embedded: Future | None) -> list[Server]:
+def reach_servers(options: Options, embedded: Future | None, model) -> list[Server]:
     """Rank 0's servers, up and fit for what the options ask. ServerError or OptionError with what to do."""
     urls = [embedded.result()[1]] if embedded else options.vllm_server_base_url
     servers = [Server(url, options.vllm_server_timeout) for url in urls]
     for server in servers:
         server.wait_until_ready()
+        served = server.models()[0].get("root")
+        if served != options.model:
+            print(f"note: {server.url} serves {served}, trained is {options.model}", flush=True)
         config = server.server_info()["vllm_config"]["model_config"]
         plain = options.temperature == 1 and options.top_k == 0
         if config["logprobs_mode"] != "processed_logprobs" and not plain:
@@ -296,9 +351,29 @@ def reach_servers(options: Options, embedded: Future | None) -> list[Server]:
         if 0 <= config["max_logprobs"] < wanted:
             raise OptionError(
                 f"{server.url} returns at most {config['max_logprobs']} log-probabilities a token, this run "
-                f"needs {wanted}: start it with --max-logprobs {wanted}, or lower --top_k / --num_sampler_logprobs"
+                f"needs {wanted}: start it with --max-logprobs {wanted}, or lower --top_k / "
+                "--num_sampler_logprobs"
             )
+        if not server.is_paused():  # a paused one would keep the question
+            check_vocabulary(server, model.get_input_embeddings().num_embeddings)
     return servers
+
+
+def check_vocabulary(server: Server, size: int) -> None:
+    """The server must take the trainer's last token id and refuse the one after it."""
+    for token, known in ((size - 1, True), (size, False)):
+        try:
+            server.complete([token], max_tokens=1, seed=0)
+            taken = True
+        except ServerError as error:
+            if error.status != 400:
+                raise
+            taken = False
+        if taken != known:
+            raise OptionError(
+                f"{server.url} {'takes' if taken else 'refuses'} token id {token}, but --model has {size} "
+                "ids: start it with the model that is trained"
+            )
 
 
 def load_model(options: Options, ranks: Ranks):
@@ -309,7 +384,10 @@ def load_model(options: Options, ranks: Ranks):
         "trust_remote_code": options.trust_remote_code,
         **options.model_init_kwargs,
     }
-    model = AutoModelForCausalLM.from_pretrained(options.model, attn_implementation="tree", **kwargs)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(options.model, attn_implementation="tree", **kwargs)
+    except OSError as error:
+        raise OptionError(f"--model {options.model}: {str(error).splitlines()[0]}") from error
     tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
     model.float().to(ranks.device)
     for module in model.modules():  # under dropout the ratio of an unchanged policy would not be 1
@@ -325,7 +403,7 @@ def load_model(options: Options, ranks: Ranks):
 
 
 def shard(model, options: Options, ranks: Ranks) -> None:
-    """FSDP2: a unit per decoder layer, one for the rest of the backbone. Gradients are summed, not averaged."""
+    """FSDP2, a unit per layer and one for the rest of the backbone. Gradients are summed, not averaged."""
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, options.compute_dtype), reduce_dtype=torch.float32
@@ -373,7 +451,7 @@ def make_objective(options: Options) -> Objective:
 
 
 def make_feed(
-    options, ranks: Ranks, ends: ExitStack, rollouts, progress, version, servers, model
+    options, ranks: Ranks, ends: ExitStack, rollouts, progress, version, servers, embedded, model
 ) -> Feed | None:
     """Rank 0: start the rollouts, which wait for the first allowance, and plan rows from what they queue."""
     if ranks.rank != 0:
@@ -394,28 +472,33 @@ def make_feed(
     rollouts.start(progress.position, progress.beyond, version)
     ends.callback(rollouts.stop)
     device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
-    return Feed(rollouts, planner, progress, options, ranks.size * peak_flops(device))
+    feed = Feed(rollouts, planner, progress, options, ranks.size * peak_flops(device))
+    if embedded:
+        feed.on_wait.append(lambda: check_embedded(embedded.result()[0]))
+    return feed
 
 
-def resume(options: Options, model, optimizer, scheduler) -> tuple[int, int, Progress]:
+def check_embedded(process) -> None:
+    if process.poll() is not None:
+        raise RuntimeError(
+            f"the embedded server ended with exit code {process.returncode} (-9: killed, out of memory?); "
+            "what it said is above. Resume the run from its last checkpoint"
+        )
+
+
+def resume(start: Path | None, model, optimizer, scheduler) -> tuple[int, int, Progress]:
     """Step, version and finished prompts: of a fresh start, or of the checkpoint that is loaded here."""
-    wanted = options.resume_from_checkpoint
-    if wanted is None or wanted.lower() == "false":
+    if start is None:
         return 0, 0, Progress()
-    path = checkpoint.newest(options.output_dir) if wanted.lower() == "true" else Path(wanted)
-    if path is None:
-        raise OptionError(f"--resume_from_checkpoint true: no complete checkpoint in {options.output_dir}")
-    state = checkpoint.read_state(path)
-    checkpoint.load(path, model, optimizer)
+    state = checkpoint.read_state(start)
+    checkpoint.load(start, model, optimizer)
     scheduler.load_state_dict(state["scheduler"])
     for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
         group["lr"] = rate
     return state["step"], state["version"], Progress(state["position"], state["beyond"])
 
 
-def save(
-    options, ranks: Ranks, model, optimizer, scheduler, tokenizer, step: int, version: int, feed
-) -> Path:
+def save(options, model, optimizer, scheduler, tokenizer, step: int, version: int, feed) -> Path:
     state = {}
     if feed:
         progress = feed.progress
@@ -441,7 +524,11 @@ def main() -> None:
         print(describe(options))
         return
     disable_progress_bar()
-    train(options)
+    try:
+        train(options)
+    except OptionError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

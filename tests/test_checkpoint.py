@@ -1,6 +1,7 @@
 """python -m pytest tests/test_checkpoint.py: what is written can be resumed, served and trusted."""
 
 import json
+import resource
 import shutil
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
-from checkpoint import Progress, newest, read_state
+from checkpoint import Progress, SaveError, newest, read_state
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,9 +82,10 @@ def test_a_half_written_checkpoint_is_never_picked_up(tmp_path, monkeypatch):
     model, optimizer, tokenizer = tiny()
     whole = save(tmp_path, 1, model, optimizer, tokenizer)
     monkeypatch.setattr(checkpoint.dcp, "save", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(SaveError, match="disk full"):
         save(tmp_path, 2, model, optimizer, tokenizer)
     assert newest(tmp_path) == whole
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
     (tmp_path / "checkpoint-9").mkdir()  # a directory that something else left
     assert newest(tmp_path) == whole
     with pytest.raises(ValueError, match="not a complete checkpoint"):
@@ -120,3 +122,19 @@ def test_progress_moves_over_prompts_in_any_order():
     assert (progress.position, progress.beyond, progress.count) == (3, {5}, 4)
     progress.done(1)  # again: nothing changes
     assert (progress.position, progress.beyond) == (3, {5})
+
+
+@pytest.mark.parametrize("limit", [1, 100_000])
+def test_a_full_disk_is_one_error_and_leaves_nothing_behind(tmp_path, limit):
+    """A limit on the size of files stands for the full disk; the second fails in the middle of the weights."""
+    model, optimizer, tokenizer = tiny()
+    whole = save(tmp_path, 1, model, optimizer, tokenizer)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(SaveError, match="checkpoint-2"):
+            save(tmp_path, 2, model, optimizer, tokenizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert newest(tmp_path) == whole

@@ -1,6 +1,7 @@
 """python -m pytest tests/test_feed.py: rank 0's end of the queue, with a producer that is a list."""
 
 import queue
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -187,8 +188,24 @@ def test_ledger_balances():
     messages = [group(0, size=4), group(1, size=4, dropped="equal rewards"), group(2, size=4, version=-9)]
     feed = feed_of(Producer(*messages))
     drain(feed, patience=0.3)
-    assert "6 generated = " in feed.ledger()
-    assert feed.generated["samples"] == feed.trained["samples"] + sum(feed.dropped.values())
+    feed.rollouts.queue.put(group(3, size=4))
+    numbers = [int(n) for n in re.findall(r"(\d+) (?:generated|trained|dropped|in flight)", feed.ledger())]
+    assert numbers[0] == 8 == sum(numbers[1:])
+    assert "2 equal rewards" in feed.ledger() and "2 too old" in feed.ledger()
+
+
+def test_seconds_held_back_are_added_up_over_a_step():
+    held = {"rollout/backpressure_s": [0.5, 0.25]}
+    feed = feed_of(Producer(MetricsMessage(dict(held)), MetricsMessage(dict(held)), group(0, size=1)))
+    drain(feed)
+    assert feed.take_window().values()["rollout/backpressure_s"] == 1.5
+
+
+def test_what_is_looked_at_while_waiting_can_end_the_run():
+    feed = feed_of(Producer())
+    feed.on_wait.append(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        feed.next(5.0)
 
 
 def test_spare_ranks_train_nothing_and_are_not_counted():

@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_sync.py: the packed stream, and updates into a stand-in server in this process."""
+"""python -m pytest tests/test_sync.py: the packed stream, and updates into a stand-in server."""
 
 import json
 import time
