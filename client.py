@@ -33,6 +33,23 @@ OUTSIDE = -9999.0  # how JSON carries minus infinity: a token that sampling coul
 TOKEN_ID = "token_id:"
 
 
+class Notice:
+    """Speaks up for whoever waits: what for and how long, after 30 s and every 60 s then."""
+
+    def __init__(self):
+        self.started = time.monotonic()
+        self.next = self.started + FIRST_NOTICE_S
+
+    def waited(self) -> float:
+        return time.monotonic() - self.started
+
+    def say(self, what: str) -> None:
+        """Print "waited 42 s for <what>", if it is time to."""
+        if time.monotonic() > self.next:
+            print(f"waited {self.waited():.0f} s for {what}", flush=True)
+            self.next = time.monotonic() + NOTICE_EVERY_S
+
+
 class ServerError(RuntimeError):
     """The server refused a request or cannot be reached; `status` is the HTTP status, if there was one."""
 
@@ -88,20 +105,16 @@ class Server:
 
     def wait_until_ready(self) -> None:
         """Returns once /health answers 200; ServerError after `timeout` seconds, with the last reason."""
-        started = time.monotonic()
-        notice = started + FIRST_NOTICE_S
+        notice = Notice()
         while True:
             try:
                 return self.health()
             except ServerError as error:
-                waited = time.monotonic() - started
-                if waited > self.timeout:
+                if notice.waited() > self.timeout:
                     raise ServerError(
                         f"{self.url} did not come up within {self.timeout:.0f} s: {error}"
                     ) from error
-                if time.monotonic() > notice:
-                    print(f"waited {waited:.0f} s for {self.url} to come up: {error}", flush=True)
-                    notice += NOTICE_EVERY_S
+                notice.say(f"{self.url} to come up: {error}")
             time.sleep(min(self.backoff_s, 1.0))
 
     def health(self) -> None:
@@ -126,6 +139,10 @@ class Server:
     def metrics(self) -> dict[str, float]:
         """Counters and gauges, see `parse_metrics`. ServerError with status 404 when the server has none."""
         return parse_metrics(self._call("GET", "/metrics", timeout=min(self.timeout, 30.0)).text)
+
+    def weight_version(self) -> str:
+        """The label of the weights in use: "default" until an update has set one."""
+        return self._call("GET", "/weight_info").json()["weight_version"]
 
     def is_paused(self) -> bool:
         return bool(self._call("GET", "/is_paused").json()["is_paused"])
@@ -375,13 +392,17 @@ def ragged(ids, token, keep, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def token_versions(spans: list[dict] | None, length: int) -> np.ndarray | None:
-    """[{"version": "3", "start": 0, "end": 10}, ...] -> int32 [L]; None unless every token has a number."""
+    """[{"version": "3", "start": 0, "end": 10}, ...] -> int32 [L]; None when the server reports none.
+
+    A label that is no number becomes -1: weights that no trainer of ours has sent.
+    """
+    if not spans:
+        return None
     versions = np.full(length, -1, dtype=np.int32)
-    for span in spans or ():
-        if not str(span["version"]).isdecimal():
-            return None
-        versions[span["start"] : span["end"]] = int(span["version"])
-    return versions if spans and (versions >= 0).all() else None
+    for span in spans:
+        if str(span["version"]).isdecimal():
+            versions[span["start"] : span["end"]] = int(span["version"])
+    return versions
 
 
 LINE = re.compile(r"^vllm:(\w+)(?:\{(.*)\})?\s+(\S+)")

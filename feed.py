@@ -21,6 +21,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from checkpoint import Progress
+from client import Notice
 from metrics import Window
 from packing import Row, Sample, pack
 from rollout import DeathMessage, GroupMessage, MetricsMessage, RolloutError
@@ -28,7 +29,6 @@ from rollout import DeathMessage, GroupMessage, MetricsMessage, RolloutError
 WAITING = "waiting"  # nothing yet; the ranks are told so, so that their collectives do not time out
 STARVED_S = 30.0  # a queue that stays empty this long gets what the planner holds back trained
 GROW_EVERY_S = 0.25  # how often the allowance grows while both sides would wait
-FIRST_NOTICE_S, NOTICE_EVERY_S = 30.0, 60.0
 
 
 @dataclass
@@ -61,6 +61,7 @@ class Feed:
         self.dropped = Counter()
         self.forwarded_tokens = 0  # unique tokens since the start
         self.last_plan: list[list[Sample]] = []
+        self.notice = Notice()
         self.last_group = time.monotonic()
         self.last_growth = 0.0
         self.open()
@@ -76,13 +77,11 @@ class Feed:
         self.rollouts.publish(self.version, self.used_tokens + limit + self.growth, again)
 
     def next(self, patience: float):
-        """Samples of one micro-batch, a list per rank; None when the prompts are used up; WAITING after
-        `patience` s.
+        """Samples of one micro-batch, a list per rank. None: the prompts are used up. WAITING: `patience` s passed.
 
         Raises RolloutError with the producer's own traceback when it has died or fallen silent.
         """
         started = time.monotonic()
-        notice = started + FIRST_NOTICE_S
         while True:
             if (batch := self.planner.pop()) is not None:
                 return self.use(batch)
@@ -93,14 +92,12 @@ class Feed:
                 continue
             self.check()
             now = time.monotonic()
+            self.notice.say(f"rollouts: {self.rollouts.status()}")
             if self.rollouts.held:
                 self.grow(now)
             elif now - max(self.last_group, started) > STARVED_S and self.planner.held_tokens:
                 self.flushed = True
                 return self.use(self.planner.flush())
-            if now > notice:
-                print(f"waited {now - started:.0f} s for rollouts: {self.rollouts.status()}", flush=True)
-                notice = now + NOTICE_EVERY_S
             if now - started > patience:
                 return WAITING
 
@@ -173,6 +170,7 @@ class Feed:
 
     def use(self, plan: list[list[Sample]]) -> list[list[Sample]]:
         """Count a micro-batch that is about to be trained."""
+        self.notice = Notice()
         now = time.time()
         samples = [s for row in plan for s in row if s.trained.any()]  # a spare rank's copies train nothing
         lengths = [len(s) for s in samples]

@@ -685,6 +685,8 @@ class RolloutLoop:
         )
         answer = await asyncio.get_running_loop().run_in_executor(self._requests, sample)
         self.check_vocabulary(answer.token_ids)
+        if answer.versions is not None and (answer.versions < 0).any():
+            raise RolloutError(lost_weights(place.flight.load.server.url))
         self._generated_tokens += len(answer.token_ids)
         return Turn(
             prompt_ids=prompt_ids,
@@ -1104,6 +1106,11 @@ class RolloutLoop:
         retries, load.retries = load.retries, load.server.retry_count
         looked = {"vllm_retry_count": load.retries - retries}
         try:
+            if not (await self._in_thread(load.server.weight_version)).isdecimal():
+                raise RolloutError(lost_weights(load.server.url))
+        except ServerError:
+            pass  # a server without that route, or one that is down: its requests are retried
+        try:
             values = await self._in_thread(load.server.metrics)
             if not load.measured and "kv_cache_size_tokens" in values:
                 models = await self._in_thread(load.server.models)
@@ -1159,6 +1166,13 @@ class RolloutLoop:
                 f"the server sampled token {highest}, but the output head of {self.options.model} has "
                 f"{self.vocabulary} rows: the server does not serve this model"
             )
+
+
+def lost_weights(url: str) -> str:
+    return (
+        f"{url} samples with weights that this run has not sent: it was restarted, and holds those it started "
+        "with. Resume the run from its last checkpoint: every weight goes out before the first prompt"
+    )
 
 
 def load_loop(spec) -> type[RolloutLoop]:

@@ -35,6 +35,8 @@ from urllib.parse import urlparse
 import torch
 import torch.distributed as dist
 
+from client import Notice
+
 BUFFER_BYTES = 256 << 20  # a chunk is closed once it has passed this size
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what wrappers insert into names
 
@@ -205,20 +207,22 @@ class Link:
 
     def put(self, chunk: torch.Tensor | None) -> None:
         """Hand a chunk to the sender (None ends the stream); raises what either thread has run into."""
-        deadline = time.monotonic() + self.timeout_s
+        notice = Notice()
         while True:
             self.raise_error("the update")
             try:
                 return self.chunks.put(chunk, timeout=0.2)
             except queue.Full:
-                if time.monotonic() > deadline:
+                notice.say(f"{self.server.url} to take a chunk of weights")
+                if notice.waited() > self.timeout_s:
                     raise SyncError(self.describe(f"no chunk was taken for {self.timeout_s:.0f} s")) from None
 
     def join(self, what: str) -> None:
-        deadline = time.monotonic() + self.timeout_s
+        notice = Notice()
         while any(thread.is_alive() for thread in self.threads):
             self.raise_error(what)
-            if time.monotonic() > deadline:
+            notice.say(f"{what} of {self.server.url}")
+            if notice.waited() > self.timeout_s:
                 raise SyncError(self.describe(f"{what} took more than {self.timeout_s:.0f} s"))
             time.sleep(0.005)
         self.threads.clear()

@@ -536,6 +536,16 @@ def test_versions_the_server_reports_win_over_the_groups(model):
     assert sample.version == 4 and sample.token_version[sample.trained].tolist() == [4, 5, 5]
 
 
+def test_a_server_that_was_restarted_is_never_used_quietly(model):
+    """It samples with the weights it started with, under a label that no update has set."""
+    with FakeServer() as fake:
+        fake.answer = lambda body: ([9, EOS], [{9: -1.0}, {EOS: -1.0}], "stop")
+        fake.weight_versions = [{"version": "default", "start": 0, "end": 2}]
+        options = options_for(model, fake, score_centering=False)
+        with Run(options, version=3) as run, pytest.raises(RolloutError, match="it was restarted"):
+            run.groups(1)
+
+
 def test_rollout_over_its_time_is_abandoned_and_its_group_goes_on(model):
     with FakeServer() as fake:
         slow = threading.Event()
