@@ -24,10 +24,11 @@ from checkpoint import Progress
 from client import Notice
 from metrics import Window
 from packing import Row, Sample, pack
-from rollout import DeathMessage, GroupMessage, MetricsMessage, RolloutError
+from rollout import DeathMessage, EndMessage, GroupMessage, MetricsMessage, RolloutError
 
 WAITING = "waiting"  # nothing yet; the ranks are told so, so that their collectives do not time out
 STARVED_S = 30.0  # a queue that stays empty this long gets what the planner holds back trained
+SHORT_STEP = 4096  # raw tokens a rank is taken to need in its first step where no token budget says
 GROW_EVERY_S = 0.25  # how often the allowance grows while both sides would wait
 
 
@@ -55,7 +56,8 @@ class Feed:
         self.on_wait = []  # called while waiting; may raise
         self.window = Window()
         self.used_tokens = 0  # raw tokens of samples trained or dropped
-        self.step_tokens = planner.full_tokens * options.gradient_accumulation_steps  # of the last step
+        full = planner.ranks * (planner.token_budget if planner.token_budget < math.inf else SHORT_STEP)
+        self.step_tokens = full * options.gradient_accumulation_steps  # of the last step
         self.generated = Counter()  # the ledger, in samples and in tokens
         self.trained = Counter()
         self.dropped = Counter()
@@ -77,7 +79,7 @@ class Feed:
         self.rollouts.publish(self.version, self.used_tokens + limit + self.growth, again)
 
     def next(self, patience: float):
-        """Samples of one micro-batch, a list per rank. None: the prompts are used up. WAITING: `patience` s passed.
+        """Samples of a micro-batch, a list per rank. None: no prompts are left. WAITING: `patience` s passed.
 
         Raises RolloutError with the producer's own traceback when it has died or fallen silent.
         """
@@ -112,6 +114,8 @@ class Feed:
         if isinstance(message, MetricsMessage):
             self.held_seconds += sum(message.values.pop("rollout/backpressure_s", []))
             self.window.update(message.values)
+        elif isinstance(message, EndMessage):
+            self.dataset_size = message.dataset_size
         elif isinstance(message, GroupMessage):
             self.last_group = time.monotonic()
             self.receive(message)
@@ -198,14 +202,14 @@ class Feed:
 
     def measure_rows(self, rows: list[Row]) -> None:
         unique = [row.unique_tokens for row in rows]
-        costs = [self.planner.cost(row) for row in rows]
+        costs = [self.planner.cost.row(row) for row in rows]
         self.open_forwarded += sum(unique)
         self.open_cost += sum(costs)
         window = self.window
         window.add("batch/samples_per_row", [row.sample_count for row in rows])
         window.add("batch/row_tokens_mean", unique)
         window.add("batch/row_tokens_max", unique)
-        if self.planner.token_budget > 0:
+        if self.planner.token_budget < math.inf:
             window.add("batch/row_fill_frac", (sum(unique), self.planner.token_budget * len(rows)))
         window.add("batch/row_imbalance", max(costs) * len(costs) / sum(costs))
         window.add("batch/packing_ratio", (sum(row.raw_tokens for row in rows), sum(unique)))

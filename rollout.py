@@ -7,9 +7,9 @@
 
 A *group* is one prompt and its rollouts, a *rollout* one conversation, a *turn* one sampling request, a
 *sample* what is trained. The trainer holds a `RolloutProcess`; the process runs a `RolloutLoop`, an asyncio
-loop whose steps can be overridden one by one. Three kinds of message come out: GroupMessage (one for every
-prompt of an epoch, with its samples or the reason why there are none), MetricsMessage, and DeathMessage with
-a traceback.
+loop whose steps can be overridden one by one. Four kinds of message come out: GroupMessage (one for every
+prompt of an epoch, with its samples or the reason why there are none), EndMessage once the prompts are used
+up, MetricsMessage, and DeathMessage with a traceback.
 
 How much is in flight has three limits: tokens not yet trained (`allowance`, published by the trainer), what
 the servers' key/value caches hold (`next_cap`), and max_concurrent_rollouts.
@@ -122,6 +122,13 @@ class GroupMessage:
     dropped: str | None
     dataset_size: int | None  # None = streaming, and the end was not seen yet
     generated: dict[str, int]  # samples and tokens that were generated, dropped ones too
+
+
+@dataclass
+class EndMessage:
+    """No new prompt is left; a run that is resumed at its end learns the dataset's size from nothing else."""
+
+    dataset_size: int
 
 
 @dataclass
@@ -766,12 +773,6 @@ class RolloutLoop:
             self.tokenizer.chat_template = read_template(options.chat_template)
         self.eos_ids, self.vocabulary = model_ids(options.model, source, self.tokenizer)
         self.task = load_task(options.task, options.task_kwargs)
-        if not self.task.rewards and type(self).generate_one is RolloutLoop.generate_one:
-            raise ValueError(f"task {self.task.name} has no rewards: nothing would be learnt")
-        if self.task.tools and type(self).generate_one is RolloutLoop.generate_one:
-            raise ValueError(
-                f"task {self.task.name} has tools, but a rollout of this loop is one turn without calls"
-            )
         self._reward_names = source_names(self.task.rewards)
         self._reward_locks = {name: asyncio.Lock() for name in self._reward_names}
         self._rewards = ThreadPoolExecutor(max(len(self._reward_names), 1), thread_name_prefix="reward")
@@ -872,6 +873,7 @@ class RolloutLoop:
         while True:
             prompt = await self._next_prompt(prompts)
             if prompt is None:
+                self.send(EndMessage(self.dataset_size))
                 await self._until(lambda: self._again, "nothing: every prompt was sampled")
                 continue
             await self._room_for_a_group()
@@ -1183,14 +1185,22 @@ def load_loop(spec) -> type[RolloutLoop]:
     return found
 
 
+def check_task(task: Task, loop: type[RolloutLoop]) -> None:
+    """ValueError for a task that the loop can make nothing of."""
+    if loop.generate_one is not RolloutLoop.generate_one:
+        return
+    if not task.rewards:
+        raise ValueError(f"task {task.name} has no rewards: nothing would be learnt")
+    if task.tools:
+        raise ValueError(f"task {task.name} has tools, but a rollout of this loop is one turn without calls")
+
+
 def read_template(chat_template: str) -> str:
     """A chat template, from a file or as a text."""
     if "{" in chat_template:
         return chat_template
     if not Path(chat_template).is_file():
-        raise ValueError(
-            f"chat_template: there is no file {chat_template}, and it is no template text either"
-        )
+        raise ValueError(f"there is no file {chat_template}, and it is no template text either")
     return Path(chat_template).read_text()
 
 

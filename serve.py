@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import errno
 import functools
 import json
 import math
@@ -57,6 +58,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from client import Notice
 from sync import GlooGroup, packed_chunks
 
 VERSION = "0.32.0+embedded"  # the vLLM whose answers these are
@@ -1362,6 +1364,10 @@ class HttpServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 1024  # a whole step's requests may connect at once
 
+    def handle_error(self, request, client_address):
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # a client that has left is no news
+            super().handle_error(request, client_address)
+
 
 class Server:
     """A running sampler: `url` while it lives, `close()` to end it and free the port."""
@@ -1390,20 +1396,46 @@ def start(model: str, **options) -> Server:
 
 
 def launch(arguments: list[str], timeout_s: float) -> tuple[subprocess.Popen, str]:
-    """Start `python serve.py` with these arguments in a process that ends with this one; returns it and its
-    URL. RuntimeError when it ends, or says nothing for `timeout_s`; its errors are on standard error."""
+    """`begin`, and wait until it takes requests; returns the process and its URL."""
+    process = begin(arguments)
+    return process, wait_for_url(process, timeout_s)
+
+
+def begin(arguments: list[str]) -> subprocess.Popen:
+    """Start `python serve.py` with these arguments in a process that ends with this one. It has a session of
+    its own, so that a Ctrl-C reaches the trainer alone, which ends it when it is done with it."""
     command = [sys.executable, os.path.abspath(__file__), "--exit_with_parent", *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    line = ""
-    if select.select([process.stdout], [], [], timeout_s)[0]:
-        line = process.stdout.readline()
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def wait_for_url(process: subprocess.Popen, timeout_s: float) -> str:
+    """The URL of a process that was begun, once it takes requests. RuntimeError when it ends, or says nothing
+    for `timeout_s`; its errors are on standard error."""
+    notice, line = Notice(), ""
+    while notice.waited() < timeout_s:
+        if select.select([process.stdout], [], [], min(timeout_s, 1.0))[0]:
+            line = process.stdout.readline()
+            break
+        notice.say("the embedded server to load its model")
     if not line:
         process.kill()
         raise RuntimeError(
             f"the embedded server did not start (exit code {process.wait()}; it had {timeout_s:.0f} s); "
-            f"see its messages above. Command: {' '.join(command)}"
+            f"see its messages above. Command: {' '.join(process.args)}"
         )
-    return process, json.loads(line)["url"]
+    return json.loads(line)["url"]
+
+
+def end(process: subprocess.Popen) -> None:
+    """End a process that was begun; it is gone when this returns."""
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def parse_options() -> Options:
@@ -1437,7 +1469,17 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     if options.exit_with_parent:
         end_with_stdin()
-    server = Server(options)
+    try:
+        server = Server(options)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        print(
+            f"error: --port {options.port} of {options.host} is in use: choose another (0 picks a free one), "
+            "or end what listens there",
+            file=sys.stderr,
+        )
+        raise SystemExit(2) from None
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())

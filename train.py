@@ -26,11 +26,11 @@ import pickle
 import signal
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from subprocess import Popen
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Partial
-from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.utils.logging import disable_progress_bar
 
 import attention
@@ -50,8 +50,8 @@ from feed import WAITING, Batch, Feed
 from loss import Head, Objective, head_of, microbatch_weight, policy_loss, step_divisor
 from metrics import Logger, Stopwatch, Window, peak_flops, term_metrics
 from options import OptionError, Options, check, describe, parse_or_exit
-from packing import Planner, Row, row_cost
-from rollout import RolloutProcess, load_task
+from packing import Planner, Row, row_cost_from_config
+from rollout import RolloutProcess, check_task, load_loop, load_task, read_template
 from sync import WeightSync
 
 PATIENCE_S = 60.0  # rank 0 tells the others this often that it still waits for rollouts
@@ -92,6 +92,8 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
         def last_words(kind, *_):
             if feed:
                 print(feed.ledger(), flush=True)
+            if embedded and embedded.poll() is not None:  # an error of whoever called it says less
+                print(obituary(embedded), flush=True)
             if feed and kind:
                 again = (
                     f"go on with --resume_from_checkpoint {saved_at}" if saved_at else "nothing was saved yet"
@@ -107,7 +109,7 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
         step_started = time.perf_counter()
         objective = make_objective(options)
         nonfinite_in_a_row = 0
-        while step != options.max_steps:
+        while options.max_steps < 0 or step < options.max_steps:
             trained_tokens = microbatches = 0
             for _ in range(options.gradient_accumulation_steps):
                 with watch("perf/rollout_wait_s"):
@@ -141,6 +143,7 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
             window.update(seconds)
             if feed:
                 feed.close_step(seconds, microbatches)
+                logger.progress(step, feed.rollouts.status())
             if step % options.logging_steps == 0:
                 log(logger, window, feed, step, scheduler.get_last_lr()[0], ranks)
                 window = Window()
@@ -263,7 +266,7 @@ def log(
 
 
 def check_inputs(options: Options, rollouts) -> Path | None:
-    """Look at the task, the model's directory and the checkpoint to resume from; returns the latter.
+    """Look at the model, the task and what belongs to it, and the checkpoint to resume from; returns the latter.
 
     OptionError names what cannot work, before a model loads or a server starts.
     """
@@ -272,11 +275,17 @@ def check_inputs(options: Options, rollouts) -> Path | None:
         raise OptionError(f"--model {directory} is no model: it has no config.json")
     if directory.is_dir() and not any(directory.glob("*.safetensors")):
         raise OptionError(f"--model {directory} has no weights: there is no *.safetensors file in it")
+    source = {k: v for k, v in options.model_init_kwargs.items() if k in ("revision", "subfolder")}
+    try:
+        AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code, **source)
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--model {options.model}: {first_line(error)}") from error
     if rollouts is None and int(os.environ.get("RANK", 0)) == 0:
-        try:
-            load_task(options.task, options.task_kwargs)
-        except (ValueError, TypeError) as error:
-            raise OptionError(f"--task: {error}") from error
+        loop = option_of("rollout_loop", load_loop, options.rollout_loop)
+        task = option_of("task", load_task, options.task, options.task_kwargs)
+        option_of("task", check_task, task, loop)
+        if options.chat_template:
+            option_of("chat_template", read_template, options.chat_template)
     wanted = options.resume_from_checkpoint
     if wanted is None or wanted.lower() == "false":
         return None
@@ -285,6 +294,18 @@ def check_inputs(options: Options, rollouts) -> Path | None:
         raise OptionError(f"--resume_from_checkpoint true: no complete checkpoint in {options.output_dir}")
     checkpoint.read_state(path)
     return path
+
+
+def option_of(name: str, read, *arguments):
+    """read(*arguments), the value of an option; what it refuses becomes an OptionError with the name."""
+    try:
+        return read(*arguments)
+    except (ValueError, TypeError) as error:
+        raise OptionError(f"--{name}: {error}") from error
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
 
 
 def leave(number: int, _) -> None:
@@ -304,15 +325,16 @@ def join_ranks(options: Options) -> Ranks:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    timeout = timedelta(seconds=options.ddp_timeout)
+    # collectives outlast the calls to servers that rank 0 makes meanwhile: its error is the one to read
+    timeout = timedelta(seconds=max(options.ddp_timeout, options.vllm_server_timeout + 60))
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, **alone)
     torch.manual_seed(options.seed)
     return Ranks(rank, size, device, dist.new_group(backend="gloo", timeout=timeout))
 
 
-def start_embedded(options: Options, ranks: Ranks, ends: ExitStack) -> Future:
-    """Rank 0 starts serve.py beside the trainers; it loads while they do. Resolves to process and URL."""
+def start_embedded(options: Options, ranks: Ranks, ends: ExitStack) -> Popen:
+    """Rank 0 starts serve.py beside the trainers; it loads while they do, and ends with the run."""
     arguments = {
         "model": options.model,
         "port": 0,
@@ -324,15 +346,16 @@ def start_embedded(options: Options, ranks: Ranks, ends: ExitStack) -> Future:
         "transfer_timeout": options.vllm_server_timeout,
     }
     words = [str(word) for name, value in arguments.items() for word in (f"--{name}", value)]
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(serve.launch, words, options.vllm_server_timeout)
-    ends.callback(lambda: future.result()[0].terminate())
-    return future
+    process = serve.begin(words)
+    ends.callback(serve.end, process)
+    return process
 
 
-def reach_servers(options: Options, embedded: Future | None, model) -> list[Server]:
+def reach_servers(options: Options, embedded: Popen | None, model) -> list[Server]:
     """Rank 0's servers, up and fit for what the options ask. ServerError or OptionError with what to do."""
-    urls = [embedded.result()[1]] if embedded else options.vllm_server_base_url
+    urls = options.vllm_server_base_url
+    if embedded:
+        urls = [serve.wait_for_url(embedded, options.vllm_server_timeout)]
     servers = [Server(url, options.vllm_server_timeout) for url in urls]
     for server in servers:
         server.wait_until_ready()
@@ -387,7 +410,7 @@ def load_model(options: Options, ranks: Ranks):
     try:
         model = AutoModelForCausalLM.from_pretrained(options.model, attn_implementation="tree", **kwargs)
     except OSError as error:
-        raise OptionError(f"--model {options.model}: {str(error).splitlines()[0]}") from error
+        raise OptionError(f"--model {options.model}: {first_line(error)}") from error
     tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
     model.float().to(ranks.device)
     for module in model.modules():  # under dropout the ratio of an unchanged policy would not be 1
@@ -465,7 +488,7 @@ def make_feed(
     planner = Planner(
         ranks.size,
         budget,
-        row_cost(model.config),
+        row_cost_from_config(model.config),
         samples_per_rank=options.per_device_train_batch_size,
         share=options.share_prefixes,
     )
@@ -474,16 +497,20 @@ def make_feed(
     device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
     feed = Feed(rollouts, planner, progress, options, ranks.size * peak_flops(device))
     if embedded:
-        feed.on_wait.append(lambda: check_embedded(embedded.result()[0]))
+        feed.on_wait.append(lambda: check_embedded(embedded))
     return feed
 
 
-def check_embedded(process) -> None:
+def check_embedded(process: Popen) -> None:
     if process.poll() is not None:
-        raise RuntimeError(
-            f"the embedded server ended with exit code {process.returncode} (-9: killed, out of memory?); "
-            "what it said is above. Resume the run from its last checkpoint"
-        )
+        raise RuntimeError(obituary(process))
+
+
+def obituary(process: Popen) -> str:
+    return (
+        f"the embedded server ended with exit code {process.returncode} (-9: killed, out of memory?); "
+        "what it said is above. Resume the run from its last checkpoint"
+    )
 
 
 def resume(start: Path | None, model, optimizer, scheduler) -> tuple[int, int, Progress]:

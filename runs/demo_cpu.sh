@@ -8,7 +8,7 @@ export OMP_NUM_THREADS=1
 torchrun --nproc-per-node 2 train.py \
     --model tiny --task tasks/sort.py --vllm_server_base_url embedded \
     --bf16 false --gradient_checkpointing false \
-    --max_completion_length 16 --token_budget 1024 --max_staleness 2 \
-    --learning_rate 5e-4 --lr_scheduler_type linear --max_steps 60 \
+    --max_completion_length 16 --token_budget 512 --max_staleness 2 \
+    --learning_rate 5e-4 --lr_scheduler_type linear --max_steps 40 \
     --output_dir runs/demo "$@"
 python tools/report.py runs/demo

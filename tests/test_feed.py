@@ -82,7 +82,7 @@ def test_every_sample_is_planned_once_and_the_stream_ends():
 
 
 def test_empty_is_not_finished():
-    feed = feed_of(Producer(group(0, size=6)))
+    feed = feed_of(Producer(group(0, size=6)), budget=100)
     assert feed.next(patience=0.3) == WAITING
 
 
