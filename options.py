@@ -226,6 +226,11 @@ def check(options: Options) -> Options:
         raise OptionError(f"--lr_scheduler_type {options.lr_scheduler_type} decays over --max_steps; set it")
     if not options.score_centering and options.score_centering_tail != "rescaled":
         raise OptionError("--score_centering_tail has no effect with --score_centering false; leave it out")
+    for url in options.vllm_server_base_url:
+        if url != "embedded" and not url.startswith(("http://", "https://")):
+            raise OptionError(
+                f"--vllm_server_base_url {url}: a URL starts with http:// or https://, e.g. http://localhost:8000"
+            )
     if "embedded" in options.vllm_server_base_url and not options.embedded:
         raise OptionError(
             "--vllm_server_base_url embedded stands alone: it cannot be mixed with other servers"

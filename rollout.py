@@ -1172,8 +1172,8 @@ class RolloutLoop:
 
 def lost_weights(url: str) -> str:
     return (
-        f"{url} samples with weights that this run has not sent: it was restarted, and holds those it started "
-        "with. Resume the run from its last checkpoint: every weight goes out before the first prompt"
+        f"{url} samples with weights that this run has not sent: it was restarted, and holds those it "
+        "started with. Resume the run from its last checkpoint: every weight goes out before the first prompt"
     )
 
 
