@@ -195,7 +195,7 @@ def test_a_reward_function_that_raises_ends_every_rank_with_its_name_and_traceba
     run.until(lambda: "bad gold answer" in run.text())
     assert run.end(PROMPTLY_S) != 0
     words_in(
-        run.text(), "reward function raises: ValueError: bad gold answer in row", "nothing was saved yet"
+        run.text(), "reward function raises: ValueError: bad gold answer in row", "nothing was saved"
     )
 
 
