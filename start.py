@@ -126,8 +126,14 @@ def first_line(error: Exception) -> str:
 
 
 def join_ranks(options: Options) -> Ranks:
-    """Join the process group torchrun describes, or a group of one."""
-    leaving = Leaving()
+    """Join the process group torchrun describes, or a group of one.
+
+    Until it stands a signal kills: a rank that waits for one which is gone runs no handler of Python's, and
+    there is nothing to end yet
+    (tests/test_faults.py::test_a_rank_that_waits_for_one_that_never_joins_can_be_ended).
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
@@ -138,7 +144,7 @@ def join_ranks(options: Options) -> Ranks:
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, **alone)
     torch.manual_seed(options.seed)
-    return Ranks(rank, size, device, dist.new_group(backend="gloo", timeout=timeout), leaving)
+    return Ranks(rank, size, device, dist.new_group(backend="gloo", timeout=timeout), Leaving())
 
 
 def start_embedded(options: Options, ranks: Ranks, ends: ExitStack) -> Popen:
