@@ -4,7 +4,7 @@
         config.json model.safetensors tokenizer.json ...  Hugging Face format in the compute dtype
         state/                                            float32 weights and AdamW state, sharded
         rng/rank-0.pt ...                                 random state of each rank
-        rollout_state.json                                step, version, schedule, prompts that are done
+        rollout_state.json                                step, version, prompts that are done
 
 A directory is written under another name and renamed when complete, so that a half-written one is never
 picked up. The position that is saved is the *trained* one, not the generator's, which runs ahead.
@@ -37,9 +37,10 @@ class Progress:
     away.
     """
 
-    def __init__(self, position: int = 0, beyond=()):
+    def __init__(self, position: int = 0, beyond=(), tokens: int = 0):
         self.position = position
         self.beyond = set(beyond)
+        self.tokens = tokens  # unique tokens forwarded before a resume
 
     def done(self, prompt: int) -> None:
         if prompt >= self.position:
@@ -47,6 +48,9 @@ class Progress:
         while self.position in self.beyond:
             self.beyond.remove(self.position)
             self.position += 1
+
+    def includes(self, prompt: int) -> bool:
+        return prompt < self.position or prompt in self.beyond
 
     @property
     def count(self) -> int:
@@ -196,7 +200,10 @@ def read_state(path: Path) -> dict:
         raise OptionError(
             f"--resume_from_checkpoint: {path} is not a complete checkpoint (no rollout_state.json)"
         )
-    state = json.loads(file.read_text())
+    try:
+        state = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise OptionError(f"--resume_from_checkpoint: {file} is damaged: {error}") from error
     if state["only_model"]:
         raise OptionError(
             f"--resume_from_checkpoint: {path} holds only the model (--save_only_model); "

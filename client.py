@@ -112,8 +112,8 @@ class Server:
             except ServerError as error:
                 if notice.waited() > self.timeout:
                     raise ServerError(
-                        f"{self.url} did not come up within {self.timeout:.0f} s (vllm_server_timeout); "
-                        f"start it, or correct --vllm_server_base_url: {error}"
+                        f"{self.url} did not come up within {self.timeout:.0f} s: {error}. Start it, correct "
+                        "--vllm_server_base_url, or raise --vllm_server_timeout"
                     ) from None
                 notice.say(f"{self.url} to come up: {error}")
             time.sleep(min(self.backoff_s, 1.0))

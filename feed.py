@@ -9,7 +9,7 @@ the last step. Neither side may wait for the other: when the queue is empty whil
 generation back, the allowance grows until a step closes
 (tests/test_feed.py::test_allowance_grows_while_both_sides_wait).
 
-Never: take "empty" for "finished". The stream has ended when every prompt of the run has arrived for good.
+Never: take "empty" for "finished". The stream has ended when every prompt is settled or held by the planner.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from rollout import DeathMessage, EndMessage, GroupMessage, MetricsMessage, Roll
 WAITING = "waiting"  # nothing yet; so that their collectives do not time out
 LEAVING = "leaving"  # a signal ends the run here, between two micro-batches
 STARVED_S = 30.0  # a queue that stays empty this long gets what the planner holds back trained
-SHORT_STEP = 4096  # raw tokens a rank is taken to need in its first step where no token budget says
 GROW_EVERY_S = 0.25  # how often the allowance grows while both sides would wait
 
 
@@ -50,7 +49,9 @@ class Feed:
         self.planner = planner
         self.peak_flops = peak_flops  # of all ranks together
         self.progress = progress  # prompts done, for checkpoints: moves when a step closes
-        self.arrived = Progress(progress.position, progress.beyond)  # prompts that need no more sampling
+        self.settled = Progress(
+            progress.position, progress.beyond
+        )  # trained or dropped, the open step included
         self.max_staleness = options.max_staleness
         self.epochs = options.num_train_epochs if options.max_steps < 0 else math.inf
         self.dataset_size: int | None = None
@@ -59,12 +60,13 @@ class Feed:
         self.leaving = lambda: False  # was the run asked to end?
         self.window = Window()
         self.used_tokens = 0  # raw tokens of samples trained or dropped
-        full = planner.ranks * (planner.token_budget if planner.token_budget < math.inf else SHORT_STEP)
-        self.step_tokens = full * options.gradient_accumulation_steps  # of the last step
+        self.accumulation = options.gradient_accumulation_steps
+        full = planner.token_budget if planner.token_budget < math.inf else 1  # see `receive`
+        self.step_tokens = planner.ranks * full * self.accumulation  # of the last step
         self.generated = Counter()  # the ledger, in samples and in tokens
         self.trained = Counter()
         self.dropped = Counter()
-        self.forwarded_tokens = 0  # unique tokens since the start
+        self.forwarded_tokens = 0  # unique tokens since the start, a resumed run's earlier ones included
         self.last_plan: list[list[Sample]] = []
         self.notice = Notice()
         self.last_group = time.monotonic()
@@ -96,12 +98,13 @@ class Feed:
             if self.ended():
                 batch = self.planner.flush()
                 return None if batch is None else self.use(batch)
-            if self.receive_one():
-                continue
+            received = self.receive_one()
             self.check()
             now = time.monotonic()
-            self.notice.say(f"rollouts: {self.rollouts.status()}")
-            if self.rollouts.held:
+            self.notice.say(f"rollouts: {self.rollouts.status()}{self.losses()}")
+            if received:
+                pass
+            elif self.rollouts.held:
                 self.grow(now)
             elif now - max(self.last_group, started) > STARVED_S and self.planner.held_tokens:
                 self.flushed = True
@@ -146,11 +149,14 @@ class Feed:
             self.publish(again=[message.group_id])
         elif len(oversize) == len(fresh):
             self.finish(message.group_id)
-        else:
-            self.arrived.done(message.group_id)
+        if self.planner.batch_samples and not self.trained:  # a first guess at what a step takes
+            lengths = [len(s) for s in fresh] or [1]
+            mean = sum(lengths) // len(lengths)
+            self.step_tokens = max(self.step_tokens, self.planner.batch_samples * self.accumulation * mean)
+            self.publish()
 
     def finish(self, group_id: int) -> None:
-        self.arrived.done(group_id)
+        self.settled.done(group_id)
         self.progress.done(group_id)
 
     def drop(self, samples: list[Sample], reason: str) -> None:
@@ -166,7 +172,26 @@ class Feed:
             self.publish()
 
     def ended(self) -> bool:
-        return self.dataset_size is not None and self.arrived.count >= self.epochs * self.dataset_size
+        """Is every prompt of the run settled, or held by the planner?"""
+        if self.dataset_size is None or self.epochs == math.inf:
+            return False
+        held = sum(not self.settled.includes(group) for group in self.planner.held_groups())
+        return self.settled.count + held >= self.epochs * self.dataset_size
+
+    def start_version(self, version: int) -> None:
+        """The servers have new weights. What the planner holds may be too old now."""
+        self.version = version
+        stale = self.planner.evict(lambda s: version - s.version > self.max_staleness)
+        self.window.add("sample/dropped_stale_count", len(stale))
+        self.drop(stale, "too old")
+        held = self.planner.held_groups()
+        lost = {s.group_id for s in stale if s.group_id not in held and not self.settled.includes(s.group_id)}
+        self.publish(again=sorted(lost))
+
+    def losses(self) -> str:
+        """What was dropped, for whoever wonders why nothing is trained."""
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
+        return f"; samples dropped so far: {reasons}" if reasons else ""
 
     def packets(self, patience: float) -> list:
         """What each rank gets: its Batch, None when the prompts are used up, WAITING or LEAVING."""
@@ -190,8 +215,10 @@ class Feed:
         self.used_tokens += sum(lengths)
         self.open_tokens += sum(lengths)
         self.open_samples += len(samples)
+        self.open_trained += sum(trained)
         self.open_prompts.update(s.group_id for s in samples)
-        self.trained.update(samples=len(samples), tokens=sum(trained))
+        for prompt in self.open_prompts:
+            self.settled.done(prompt)
         window = self.window
         for name in ("sample/forwarded_tokens_mean", "sample/forwarded_tokens_max"):
             window.add(name, lengths)
@@ -226,7 +253,8 @@ class Feed:
         """An optimizer step was made of what was used since the last one; it took `seconds`, by phase."""
         for prompt in self.open_prompts:
             self.progress.done(prompt)
-        trained = self.trained["tokens"] - self.trained_before
+        trained = self.open_trained
+        self.trained.update(samples=self.open_samples, tokens=trained)
         window = self.window
         window.add("batch/forwarded_tokens_per_step", self.open_forwarded)
         window.add("batch/trained_tokens_per_step", trained)
@@ -246,11 +274,10 @@ class Feed:
 
     def open(self) -> None:
         """Start counting a step."""
-        self.open_tokens = self.open_samples = self.open_forwarded = 0
+        self.open_tokens = self.open_samples = self.open_forwarded = self.open_trained = 0
         self.open_cost = 0.0
         self.held_seconds = 0.0  # that the allowance held generation back
         self.open_prompts: set[int] = set()
-        self.trained_before = self.trained["tokens"]
         self.growth = 0
         self.flushed = False
 
@@ -271,10 +298,11 @@ class Feed:
                 self.generated.update(message.generated)
                 queued += message.generated.get("samples", 0)
         dropped = sum(self.dropped.values())
+        held = self.open_samples + self.planner.held_samples + queued
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items()) or "none"
         return (
             f"samples: {self.generated['samples']} generated = {self.trained['samples']} trained + "
-            f"{dropped} dropped ({reasons}) + {self.planner.held_samples + queued} in flight"
+            f"{dropped} dropped ({reasons}) + {held} in flight"
         )
 
 

@@ -125,6 +125,7 @@ def term_metrics(window: Window, stats: dict, row) -> None:
     window.add("sampling/importance_sampling_ratio/min", ratio.min().item())
     window.add("sampling/importance_sampling_ratio/max", ratio.max().item())
     window.add("sampling/masked_mean", (terms - stats["kept"].sum().item(), terms))
+    window.add("sampling/support_unusable_frac", (stats["support_unusable"].sum().item(), terms))
     if "sampler_mass" in stats:
         window.add("sampling/sampler_mass", (stats["sampler_mass"].double().sum().item(), terms))
     low, high = stats["clipped_low"].double(), stats["clipped_high"].double()
@@ -176,7 +177,9 @@ def diagnose(record: dict, max_concurrent: int) -> str:
         reward = get("reward")
         easy = dropped > reward
         verdict += f"; {zero:.0%} of the groups have equal rewards, " + (
-            "near the top: too easy now" if easy else "near the bottom: too hard, or the reward never credits"
+            "which score above the mean: it gets easy"
+            if easy
+            else "which score below the mean: too hard, or the reward never credits"
         )
     if get("completions/duplicate_frac") > 0.8 and get("entropy") > 0.5:
         verdict += "; most rollouts repeat one of their group though entropy is high: is sampling random?"
@@ -199,7 +202,7 @@ class Logger:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         (self.path.parent / "options.json").write_text(describe(options))
         # records of steps that a resumed run makes again are dropped; a fresh run starts a fresh file
-        kept = [line for line in read_lines(self.path) if json.loads(line)["step"] <= step]
+        kept = [line for line in read_lines(self.path) if step_of(line) <= step]
         fresh = self.path.with_suffix(".partial")  # renamed when it is whole: a kill may come in between
         fresh.write_text("".join(line + "\n" for line in kept))
         fresh.replace(self.path)
@@ -242,6 +245,14 @@ class Logger:
         total = f"/{self.max_steps}" if self.max_steps > 0 else ""
         width = shutil.get_terminal_size().columns - 1
         print(f"\r\x1b[K{f'step {step}{total}  {text}'[:width]}", end="", flush=True)
+
+
+def step_of(line: str) -> float:
+    """The step of a record; infinite for a line that is none (cut off by a crash, say)."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def read_lines(path: Path) -> list[str]:

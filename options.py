@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,7 +77,9 @@ class Options:
         "stop", ["stop", "skip"], "what a reward function that fails does to the run"
     )
     max_staleness: int = option(4, "weight updates generation may run ahead of training")
-    log_completions: bool = option(False, "print completions with their rewards once per logging window")
+    log_completions: bool = option(
+        False, "print one group's completions with their rewards per weight update"
+    )
     num_completions_to_print: int | None = option(None, "how many of them (none = all)")
 
     # Objective
@@ -125,7 +129,6 @@ class Options:
 
     # Logging and saving
     output_dir: str = option("outputs", "checkpoints, options.json and metrics.jsonl go here")
-    run_name: str | None = option(None, "name shown in the console and in the report")
     logging_steps: int = option(1, "optimizer steps of a logging window")
     save_steps: int = option(500, "optimizer steps between checkpoints (0 = only at the end)")
     save_total_limit: int | None = option(None, "checkpoints kept (none = all)")
@@ -211,7 +214,7 @@ def check(options: Options) -> Options:
         raise OptionError("--model is required: a hub name or a directory with config.json and weights")
     for name, allowed, text in RANGES:
         value = getattr(options, name)
-        if not allowed(value):
+        if isinstance(value, float) and not math.isfinite(value) or not allowed(value):
             raise OptionError(f"--{name} is {value}; it must be {text}")
     low, high = options.vllm_importance_sampling_clip_min, options.vllm_importance_sampling_clip_max
     if low is not None and high is not None and low >= high:
@@ -224,8 +227,9 @@ def check(options: Options) -> Options:
         )
     if options.lr_scheduler_type != "constant" and options.max_steps < 0:
         raise OptionError(f"--lr_scheduler_type {options.lr_scheduler_type} decays over --max_steps; set it")
-    if not options.score_centering and options.score_centering_tail != "rescaled":
-        raise OptionError("--score_centering_tail has no effect with --score_centering false; leave it out")
+    if options.max_steps > 0 and options.warmup_steps >= options.max_steps:
+        raise OptionError(f"--warmup_steps {options.warmup_steps} leaves nothing of --max_steps")
+    check_effects(options)
     for url in options.vllm_server_base_url:
         if url != "embedded" and not url.startswith(("http://", "https://")):
             raise OptionError(
@@ -238,32 +242,93 @@ def check(options: Options) -> Options:
     return options
 
 
+# options that do something only in some mode: when they do nothing, and why
+IDLE = [
+    ("score_centering_tail", lambda o: not o.score_centering, "with --score_centering false"),
+    ("num_sampler_logprobs", lambda o: not o.score_centering, "with --score_centering false"),
+    (
+        "per_device_train_batch_size",
+        lambda o: o.token_budget is None or o.token_budget > 0,
+        "without --token_budget 0",
+    ),
+    ("embedded_max_model_len", lambda o: not o.embedded, "without --vllm_server_base_url embedded"),
+    ("embedded_max_num_seqs", lambda o: not o.embedded, "without --vllm_server_base_url embedded"),
+    ("num_completions_to_print", lambda o: not o.log_completions, "without --log_completions"),
+    ("num_train_epochs", lambda o: o.max_steps > 0, "with --max_steps, which replaces it"),
+]
+
+
+def check_effects(options: Options) -> None:
+    """Refuse an option that was set and does nothing in this mode; say so where it only feeds a metric."""
+    defaults = Options()
+    for name, idle, why in IDLE:
+        if getattr(options, name) != getattr(defaults, name) and idle(options):
+            raise OptionError(f"--{name} has no effect {why}; leave it out")
+    if options.score_centering and (options.epsilon, options.epsilon_high) != (
+        defaults.epsilon,
+        defaults.epsilon,
+    ):
+        print("note: under score centering --epsilon only feeds the clip_ratio metrics", flush=True)
+
+
 def parse(arguments: list[str]) -> Options:
-    """Options from a command line whose first word may be a YAML or JSON file of defaults."""
+    """Options of a command line. Its first word may be a YAML or JSON file of defaults; none = unset."""
     from transformers import HfArgumentParser
 
-    parser = HfArgumentParser(Options, description="Asynchronous GRPO over prefix trees.")
+    parser = HfArgumentParser(Options, description="Asynchronous GRPO over prefix trees.", allow_abbrev=False)
     if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
-        parser.set_defaults(**read_defaults(Path(arguments[0])))
-        arguments = arguments[1:]
-    options, unknown = parser.parse_args_into_dataclasses(args=arguments, return_remaining_strings=True)
+        arguments = file_arguments(Path(arguments[0])) + arguments[1:]
+    words, unset = without_none(arguments)
+    options, unknown = parser.parse_args_into_dataclasses(args=words, return_remaining_strings=True)
     if unknown:
         raise OptionError(f"no such option: {' '.join(unknown)}; --help lists them all")
-    return options
+    return dataclasses.replace(options, **dict.fromkeys(unset))
 
 
-def read_defaults(path: Path) -> dict:
-    import yaml
+def without_none(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The command line without its `--option none` pairs, and the options whose last value that is."""
+    kinds = typing.get_type_hints(Options)
+    words, unset = [], []
+    for word in arguments:
+        name = words[-1][2:] if words and words[-1].startswith("--") else ""
+        if word.lower() == "none" and name in kinds:
+            if type(None) not in typing.get_args(kinds[name]):
+                raise OptionError(f"--{name} needs a value, not none")
+            unset.append(name)
+            words.pop()
+        else:
+            if word.startswith("--") and word[2:] in unset:
+                unset.remove(word[2:])
+            words.append(word)
+    return words, unset
+
+
+def file_arguments(path: Path) -> list[str]:
+    """A YAML or JSON file of options, as words of a command line: checked as if they had been typed."""
+    import yaml  # transformers brings it
 
     if not path.is_file():
         raise OptionError(f"no such file of options: {path}")
-    values = yaml.safe_load(path.read_text())  # JSON is YAML
+    try:
+        values = yaml.safe_load(path.read_text())  # JSON is YAML
+    except yaml.YAMLError as error:
+        raise OptionError(f"{path} is neither YAML nor JSON: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise OptionError(f"{path} must hold one mapping of option names to values")
     known = {f.name for f in dataclasses.fields(Options)}
-    if unknown := sorted(set(values) - known):
+    if unknown := sorted(set(map(str, values)) - known):
         raise OptionError(f"{path} holds options that do not exist: {', '.join(unknown)}")
-    return values
+    words = []
+    for name, value in values.items():
+        many = value if isinstance(value, list) else [value]
+        words += [f"--{name}", *(as_word(one) for one in many)]
+    return words
+
+
+def as_word(value) -> str:
+    if value is None:
+        return "none"
+    return json.dumps(value) if isinstance(value, (dict, list, bool)) else str(value)
 
 
 def describe(options: Options) -> str:

@@ -455,16 +455,12 @@ class Planner:
         self.share = share
         self.lookahead = lookahead
         self.held_tokens = 0  # raw tokens of the samples held
-        self.dropped: list[Sample] = []  # longer than the budget, for the caller to take out
-        self.dropped_count = 0
         self._held: list[_Held] = []  # sorted: the order of the trie of all of them
         self._arrivals, self._unique, self._terms = 0, 0, 0  # of the samples held: unique tokens, terms
 
     def add(self, sample: Sample) -> bool:
-        """Hold a sample. False if it is longer than any row may be: it is in `dropped` then, and counted."""
+        """Hold a sample. False if it is longer than any row may be: it is not held then."""
         if len(sample) > self.token_budget:
-            self.dropped.append(sample)
-            self.dropped_count += 1
             return False
         self._arrivals += 1
         new = _Held((sample.input_ids.tobytes() if self.share else b"", self._arrivals), sample)
@@ -486,6 +482,24 @@ class Planner:
     def held_samples(self) -> int:
         return len(self._held)
 
+    def held_groups(self) -> set[int]:
+        return {h.sample.group_id for h in self._held}
+
+    def evict(self, unwanted) -> list[Sample]:
+        """Give back the samples for which `unwanted(sample)`; the others are held on."""
+        gone = [h.sample for h in self._held if unwanted(h.sample)]
+        if gone:
+            self._keep([h for h in self._held if not unwanted(h.sample)])
+        return gone
+
+    def _keep(self, kept: list[_Held]) -> None:
+        for h, shared in zip(kept, _shared_within(self._held, kept), strict=True):
+            h.shared = shared
+        self._held = kept
+        self.held_tokens = sum(len(h.sample) for h in kept)
+        self._unique = self.held_tokens - sum(h.shared for h in kept)
+        self._terms = sum(h.terms for h in kept)
+
     def pop(self) -> list[list[Sample]] | None:
         """A micro-batch, one list of samples per rank, or None as long as more samples are wanted."""
         if self.batch_samples:
@@ -503,13 +517,9 @@ class Planner:
         dealt = {window[k].arrival for row in rows for k in row}
         kept = [h for h in self._held if h.arrival not in dealt]
         newest = max(h.arrival for h in window)
-        for h, shared in zip(kept, _shared_within(self._held, kept), strict=True):
-            h.shared = shared
+        for h in kept:
             h.waited += h.arrival <= newest
-        self._held = kept
-        self.held_tokens = sum(len(h.sample) for h in kept)
-        self._unique = self.held_tokens - sum(h.shared for h in kept)
-        self._terms = sum(h.terms for h in kept)
+        self._keep(kept)
         lists = [[window[k].sample for k in row] for row in rows]
         shortest = min((row for row in lists if row), key=lambda row: sum(map(len, row)))
         spare = [replace(s, trained=np.zeros_like(s.trained)) for s in shortest]

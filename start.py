@@ -103,8 +103,19 @@ def check_inputs(options: Options, rollouts) -> Path | None:
         option_of("task", check_task, task, loop)
         if options.chat_template:
             option_of("chat_template", read_template, options.chat_template)
+    place = Path(options.output_dir).absolute()
+    place = next(path for path in (place, *place.parents) if path.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        raise OptionError(
+            f"--output_dir {options.output_dir}: {place} is no directory that can be written to"
+        )
     wanted = options.resume_from_checkpoint
     if wanted is None or wanted.lower() == "false":
+        if found := checkpoint.newest(options.output_dir):
+            raise OptionError(
+                f"--output_dir {options.output_dir} holds {found.name} of an earlier run: go on with it by "
+                "--resume_from_checkpoint true, or choose another directory"
+            )
         return None
     path = checkpoint.newest(options.output_dir) if wanted.lower() == "true" else Path(wanted)
     if path is None:
@@ -237,7 +248,14 @@ def load_model(options: Options, ranks: Ranks):
         model = AutoModelForCausalLM.from_pretrained(options.model, attn_implementation="tree", **kwargs)
     except OSError as error:
         raise OptionError(f"--model {options.model}: {first_line(error)}") from error
-    tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
+    source = {k: v for k, v in options.model_init_kwargs.items() if k in ("revision", "subfolder")}
+    tokenizer = AutoTokenizer.from_pretrained(
+        options.model, trust_remote_code=options.trust_remote_code, **source
+    )
+    if options.chat_template:
+        tokenizer.chat_template = read_template(
+            options.chat_template
+        )  # checkpoints keep what was trained with
     model.float().to(ranks.device)
     for module in model.modules():  # under dropout the ratio of an unchanged policy would not be 1
         if isinstance(module, torch.nn.Dropout):

@@ -24,6 +24,7 @@ import math
 import pickle
 import sys
 import time
+import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,7 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
                 microbatches += 1
             if microbatches == 0:
                 break
+            rate = scheduler.get_last_lr()[0]
             divisor = step_divisor(options.loss_normalization, trained_tokens, microbatches)
             with watch("perf/optimizer_s"):
                 grad_norm = optimizer_step(model, optimizer, scheduler, divisor, options.max_grad_norm)
@@ -138,7 +140,7 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
                 feed.close_step(seconds, microbatches)
                 logger.progress(step, feed.rollouts.status())
             if step % options.logging_steps == 0:
-                log(logger, window, feed, step, scheduler.get_last_lr()[0], ranks)
+                log(logger, window, feed, step, rate, ranks)
                 window = Window()
             if options.save_steps and step % options.save_steps == 0:
                 try:
@@ -146,6 +148,8 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
                 except SaveError as error:  # on every rank; the run goes on and the next save tries again
                     if feed:
                         print(f"{error}; training goes on from memory, free some space", flush=True)
+        if window.totals:  # the last steps of a run may not fill a window
+            log(logger, window, feed, step, rate, ranks)
         if saved_at is None or saved_at.name != f"checkpoint-{step}":
             saved_at = save(options, model, optimizer, scheduler, tokenizer, step, version, feed)
         if feed:
@@ -224,8 +228,7 @@ def update_weights(sync, model, version: int, feed: Feed | None, ranks: Ranks, w
             sync.send(model, version)
         sync.resume()
     if feed:
-        feed.version = version
-        feed.publish()
+        feed.start_version(version)
 
 
 def stop_for_nonfinite_gradients(options: Options, feed: Feed | None, step: int) -> None:
@@ -294,6 +297,7 @@ def make_feed(
     ends.callback(rollouts.stop)
     device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
     feed = Feed(rollouts, planner, progress, options, ranks.size * peak_flops(device))
+    feed.forwarded_tokens = progress.tokens
     feed.leaving = lambda: ranks.leaving.number is not None
     if embedded:
         feed.on_wait.append(lambda: check_embedded(embedded))
@@ -306,10 +310,12 @@ def resume(start: Path | None, model, optimizer, scheduler) -> tuple[int, int, P
         return 0, 0, Progress()
     state = checkpoint.read_state(start)
     checkpoint.load(start, model, optimizer)
-    scheduler.load_state_dict(state["scheduler"])
-    for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-        group["lr"] = rate
-    return state["step"], state["version"], Progress(state["position"], state["beyond"])
+    with warnings.catch_warnings():  # it prefers to count for itself, from 0
+        warnings.simplefilter("ignore")
+        scheduler.step(
+            state["step"]
+        )  # the schedule of these options, not of those the checkpoint was made with
+    return state["step"], state["version"], Progress(state["position"], state["beyond"], state["num_tokens"])
 
 
 def save(options, model, optimizer, scheduler, tokenizer, step: int, version: int, feed) -> Path:
@@ -317,7 +323,7 @@ def save(options, model, optimizer, scheduler, tokenizer, step: int, version: in
     if feed:
         progress = feed.progress
         state = {"version": version, "position": progress.position, "beyond": sorted(progress.beyond)}
-        state["scheduler"] = scheduler.state_dict()
+        state["num_tokens"] = feed.forwarded_tokens
     return checkpoint.save(
         options.output_dir,
         step,

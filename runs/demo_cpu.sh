@@ -5,6 +5,7 @@
 set -e
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
+rm -rf runs/demo
 torchrun --nproc-per-node 2 train.py \
     --model tiny --task tasks/sort.py --vllm_server_base_url embedded \
     --bf16 false --gradient_checkpointing false \

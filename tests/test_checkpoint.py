@@ -35,7 +35,7 @@ def train_a_step(model, optimizer, seed):
 
 
 def save(path, step, model, optimizer, tokenizer, only_model=False, limit=None, dtype=torch.float32):
-    state = {"version": step, "position": 3, "beyond": [5], "scheduler": {}}
+    state = {"version": step, "position": 3, "beyond": [5], "num_tokens": 7}
     return checkpoint.save(path, step, model, optimizer, state, tokenizer, dtype, only_model, limit)
 
 

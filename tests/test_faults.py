@@ -33,7 +33,8 @@ import serve
 import train
 from client import Server
 from metrics import Logger, read_lines
-from options import Options
+from options import OptionError, Options
+from start import check_inputs
 from sync import SyncError, WeightSync
 
 ROOT = Path(__file__).parent.parent
@@ -381,7 +382,7 @@ def test_a_resumed_run_keeps_the_schedule_and_counts_on(resumed):
     before, after = records(directory / "whole"), records(directory / "broken")
     assert [r["step"] for r in after] == list(range(1, 13))
     rates = [r["learning_rate"] for r in after]
-    assert rates == [r["learning_rate"] for r in before] and len(set(rates)) == 10
+    assert rates == [r["learning_rate"] for r in before] and len(set(rates)) == 11
     assert after[-1]["epoch"] == before[-1]["epoch"] == 2.0
     assert after[5]["sampling/sampling_logp_difference/max"] < 1e-4  # the weights went out first
     for text in (whole[2], crashed[2], rest[2]):
@@ -389,8 +390,26 @@ def test_a_resumed_run_keeps_the_schedule_and_counts_on(resumed):
     counts = ledger(whole[2])
     assert (counts["trained"], counts["equal rewards"], counts["in flight"]) == (48, 16, 0)
     saved = [checkpoint.read_state(directory / f"{name}/checkpoint-12") for name in ("whole", "broken")]
+    assert all(state.pop("num_tokens") > 0 for state in saved)  # rows are packed as samples arrive
     assert saved[0] == saved[1]
     assert (saved[0]["position"], saved[0]["beyond"], saved[0]["version"]) == (16, [], 12)
+
+
+def test_a_fresh_run_never_mixes_with_an_earlier_ones_checkpoints(tmp_path):
+    """Its checkpoints would be deleted as the oldest, and a resume would take the other run's."""
+    old = tmp_path / "checkpoint-7"
+    old.mkdir()
+    (old / "rollout_state.json").write_text('{"step": 7, "only_model": false}')
+    options = Options(model="tiny", task="tasks/sort.py", output_dir=str(tmp_path))
+    with pytest.raises(OptionError, match="checkpoint-7 of an earlier run"):
+        check_inputs(options, None)
+
+
+def test_an_output_dir_that_cannot_be_written_to_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    options = Options(model="tiny", task="tasks/sort.py", output_dir=str(tmp_path / "file/out"))
+    with pytest.raises(OptionError, match="--output_dir"):
+        check_inputs(options, None)
 
 
 def test_a_run_that_was_at_its_end_ends_at_once_when_it_is_resumed(resumed):

@@ -123,6 +123,41 @@ def test_a_prompt_whose_group_was_too_old_is_sampled_again():
     assert last is None and feed.progress.position == 2
 
 
+def test_what_the_planner_holds_never_gets_older_than_max_staleness():
+    """Held samples are looked at again at every update; a group of which nothing is left is sampled again."""
+    producer = Producer(group(0, size=3), group(1, size=3, version=1))
+    feed = feed_of(producer, max_staleness=1, budget=1000)
+    assert feed.next(0.3) == WAITING and feed.planner.held_samples == 4
+    feed.start_version(1)
+    assert feed.planner.held_samples == 4 and producer.again == []
+    feed.start_version(2)
+    assert feed.planner.held_samples == 2 and producer.again == [0]
+    assert feed.dropped == {"too old": 2} and not feed.ended()
+    producer.queue.put(group(0, size=3, version=2))
+    assert feed.next(0.3) == WAITING
+    plan = feed.use(feed.planner.flush())
+    assert sorted(s.group_id for row in plan for s in row) == [0, 0, 1, 1]
+    assert feed.window.values()["sample/staleness_max"] == 1
+
+
+def test_a_stream_of_dropped_groups_does_not_keep_the_ranks_waiting():
+    """Patience, health checks and notices go on while messages keep arriving."""
+    feed = feed_of(Producer())
+    feed.receive_one = lambda: time.sleep(0.01) or True
+    looked = []
+    feed.on_wait.append(lambda: looked.append(1))
+    start = time.monotonic()
+    assert feed.next(patience=0.3) == WAITING
+    assert time.monotonic() - start < 3 and looked
+
+
+def test_the_notice_says_what_was_dropped(monkeypatch, capsys):
+    monkeypatch.setattr("client.FIRST_NOTICE_S", 0.0)
+    feed = feed_of(Producer(*[group(i, dropped="equal rewards") for i in range(3)]))
+    feed.next(patience=0.5)
+    assert "2 equal rewards" in capsys.readouterr().out
+
+
 def test_saved_position_is_the_first_prompt_neither_trained_nor_dropped_for_its_rewards():
     progress = Progress()
     for prompt in (0, 1, 2, 3, 6):
@@ -263,6 +298,7 @@ def test_spare_ranks_train_nothing_and_are_not_counted():
     assert [packet.row.terms > 0 for packet in packets].count(True) == 1
     assert all(packet.row.unique_tokens > 0 for packet in packets)
     assert len({packet.trained_tokens for packet in packets}) == 1
+    close(feed)
     assert feed.trained["samples"] == 1
 
 

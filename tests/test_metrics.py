@@ -52,6 +52,7 @@ def test_term_metrics_are_taken_over_all_terms_before_masking():
     stats = {
         "log_ratio": ratio.log(),
         "entropy": torch.ones(5),
+        "support_unusable": torch.tensor([True, False, False, False, False]),
         "kept": torch.tensor([False, True, True, True, False]),
         "clipped_low": torch.zeros(5, dtype=torch.bool),
         "clipped_high": ratio > 1.2,
@@ -65,6 +66,7 @@ def test_term_metrics_are_taken_over_all_terms_before_masking():
     assert values["sampling/importance_sampling_ratio/max"] == pytest.approx(6.0)
     assert values["sampling/sampling_logp_difference/mean"] == pytest.approx(0.997063497222)
     assert values["sampling/sampling_logp_difference/max"] == pytest.approx(1.79175946923)
+    assert values["sampling/support_unusable_frac"] == pytest.approx(0.2)
     assert values["clip_ratio/high_mean"] == pytest.approx(0.6)
     assert values["clip_ratio/high_max"] == pytest.approx(1.0)
 
@@ -95,5 +97,7 @@ def test_a_resumed_run_drops_the_records_it_makes_again(tmp_path):
     logger = Logger(options, step=0)
     for step in (1, 2, 3):
         logger.record({"step": step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')  # cut off by a crash
     Logger(options, step=2)
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [1, 2]

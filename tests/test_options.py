@@ -46,6 +46,13 @@ def test_a_value_out_of_range_is_refused_with_its_name_and_range(name, value):
         ({"min_p": 0.1}, "need --top_k"),
         ({"lr_scheduler_type": "cosine"}, "--max_steps"),
         ({"score_centering": False, "score_centering_tail": "drop"}, "no effect"),
+        ({"score_centering": False, "num_sampler_logprobs": 4}, "no effect"),
+        ({"per_device_train_batch_size": 4}, "no effect without --token_budget 0"),
+        ({"embedded_max_num_seqs": 4}, "no effect without --vllm_server_base_url embedded"),
+        ({"num_completions_to_print": 4}, "no effect without --log_completions"),
+        ({"max_steps": 5, "num_train_epochs": 1.0}, "no effect with --max_steps"),
+        ({"max_steps": 5, "warmup_steps": 5}, "--warmup_steps 5 leaves nothing"),
+        ({"learning_rate": float("inf")}, "--learning_rate is inf"),
         ({"vllm_importance_sampling_clip_min": 5.0}, "must be below"),
         ({"vllm_server_base_url": ["embedded", "http://x"]}, "stands alone"),
     ],
@@ -82,6 +89,45 @@ def test_json_options_become_dicts_and_lists_are_words():
 
 
 @pytest.mark.parametrize(
+    "text, error",
+    [
+        ("on_reward_error: ignore", "invalid choice"),
+        ("max_steps: 10.5", "invalid int"),
+        ("num_generations: null", "--num_generations needs a value"),
+        ("learning_rate: [1, 2]", "no such option: 2"),
+        ("task_kwargs: [1]", "--task_kwargs must be a JSON object"),
+        ("a: [1", "neither YAML nor JSON"),
+        ("- 1", "one mapping"),
+    ],
+)
+def test_values_of_a_file_are_checked_as_if_they_had_been_typed(tmp_path, capsys, text, error):
+    path = tmp_path / "a.yaml"
+    path.write_text(text + "\n")
+    with pytest.raises(SystemExit) as exit:
+        options.parse_or_exit([str(path), "--model", "m", "--task", "t"])
+    assert exit.value.code == 2 and error in capsys.readouterr().err
+
+
+def test_none_is_no_value_and_booleans_of_a_file_are_words(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("resume_from_checkpoint: true\nvllm_importance_sampling_clip_max: null\nbf16: false\n")
+    parsed = parse([str(path), "--vllm_importance_sampling_clip_min", "none", "--token_budget", "None"])
+    assert parsed.resume_from_checkpoint == "true" and parsed.bf16 is False
+    assert parsed.vllm_importance_sampling_clip_min is parsed.vllm_importance_sampling_clip_max is None
+    assert parse(["--rollout_timeout", "none", "--rollout_timeout", "3"]).rollout_timeout == 3.0
+
+
+def test_options_cannot_be_abbreviated():
+    with pytest.raises(OptionError, match="no such option: --max_step"):
+        parse(["--max_step", "3"])
+
+
+def test_epsilon_under_score_centering_is_a_notice(capsys):
+    check(Options(model="m", task="t", epsilon=0.1))
+    assert "only feeds the clip_ratio metrics" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     "arguments", [["--temperature", "0"], ["--no_such_option", "1"], ["--max_steps", "x"], ["--task", ""]]
 )
 def test_a_bad_command_line_is_one_line_and_exit_code_2(arguments, capsys):
@@ -93,4 +139,4 @@ def test_a_bad_command_line_is_one_line_and_exit_code_2(arguments, capsys):
 
 def test_the_list_of_options_grows_by_decision_only():
     """Adding an option is a decision: add it here too, and to README."""
-    assert len(dataclasses.fields(Options)) == 62
+    assert len(dataclasses.fields(Options)) == 61

@@ -431,9 +431,6 @@ def test_planner_invariants(samples, ranks, budget, share, lookahead, grouped, c
     planner = Planner(ranks, budget, cost, samples_per_rank=2, share=share, lookahead=lookahead)
     batches, overtaken = run_planner(planner, by_group(samples) if grouped else [[s] for s in samples], share)
     dealt = Counter(id(s) for rows in batches for row in rows for s in row)
-    too_long = [s for s in samples if 0 < budget < len(s)]
-    assert planner.dropped_count == len(too_long)
-    assert sorted(map(id, planner.dropped)) == sorted(map(id, too_long))
     for s in samples:  # every sample once, but those that never fit
         assert dealt.pop(id(s), 0) == (not 0 < budget < len(s))
     spare = [s for rows in batches for row in rows for s in row if id(s) in dealt]
@@ -524,6 +521,28 @@ def test_identical_samples_still_leave_no_rank_without_one():
     assert [len(row) for row in planner.flush()] == [1, 1, 1]
 
 
+@settings(max_examples=100, deadline=None)
+@given(sample_lists(most=20, longest=12, lists=False), st.integers(0, 3))
+def test_what_is_evicted_is_as_if_it_had_never_been_added(samples, unwanted):
+    planner, other = Planner(2, 30, COST), Planner(2, 30, COST)
+    for number, s in enumerate(samples):
+        s.version = number % 4
+    added = [s for s in samples if planner.add(s)]
+    gone = planner.evict(lambda s: s.version == unwanted)
+    assert sorted(map(id, gone)) == sorted(id(s) for s in added if s.version == unwanted)
+    for s in added:
+        if s.version != unwanted:
+            other.add(s)
+    assert planner.held_tokens == other.held_tokens and planner.held_groups() == other.held_groups()
+    while True:
+        mine, theirs = planner.flush(), other.flush()
+        if mine is None:
+            assert theirs is None
+            break
+        ids = [[[s.input_ids.tolist() for s in row] for row in plan] for plan in (mine, theirs)]
+        assert ids[0] == ids[1]
+
+
 def test_planner_holds_no_more_than_it_needs():
     planner, most = Planner(4, 4000, COST), 0
     for group in grpo_groups(60, 200, 400, seed=2):
@@ -553,8 +572,8 @@ def test_a14_planner_rows():
         trained = np.arange(s["length"]) >= s["length"] - 2
         samples[s["name"]] = make(ids, trained, group=s["group"])
     batches, _ = run_planner(planner, [[s] for s in samples.values()])
-    assert planner.dropped_count == expect["dropped_oversize_count"]
-    assert planner.dropped == [samples["s2"]]
+    too_long = [s for s in samples.values() if not Planner(1, 10, COST).add(s)]
+    assert too_long == [samples["s2"]] and len(too_long) == expect["dropped_oversize_count"]
     assert sum(len(row) for row in batches[0]) >= 2
     # The figures of whatever rows it makes: s1 and s3 have the case's.
     figures = {name: pack([samples[name]]) for name in ("s1", "s3")}
@@ -602,7 +621,6 @@ def test_without_a_budget_a_micro_batch_has_a_fixed_number_of_samples():
     planner = Planner(2, 0, COST, samples_per_rank=4)
     batches, _ = run_planner(planner, grpo_groups(5, 30, 50, seed=5, size=4))
     assert [sum(len(row) for row in rows if row[0].trained.any()) for rows in batches] == [8, 8, 4]
-    assert planner.dropped_count == 0
 
 
 def test_terms_bound_a_row_that_shares_everything():

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import train
+from options import Options
+from start import make_optimizer
+
 ROOT = Path(__file__).parent.parent
 
 SPLITS = {
@@ -31,6 +35,21 @@ def gradients(path: Path, ranks: int, arguments: list[str]) -> dict[str, torch.T
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return torch.load(path)
+
+
+@pytest.mark.parametrize("kind, rate", [("constant", 1e-5), ("linear", 0.6e-5)])
+def test_a_resumed_run_has_the_learning_rate_that_is_asked_for(kind, rate, monkeypatch):
+    """Step 4 of 10, whatever rate and schedule the checkpoint was made with."""
+    options = Options(model="m", learning_rate=1e-5, lr_scheduler_type=kind, max_steps=10)
+    model = torch.nn.Linear(2, 2)
+    optimizer, scheduler = make_optimizer(options, model)
+    state = {"step": 4, "version": 4, "position": 0, "beyond": [], "num_tokens": 9}
+    monkeypatch.setattr(train.checkpoint, "read_state", lambda path: state)
+    monkeypatch.setattr(train.checkpoint, "load", lambda *_: None)
+    step, version, progress = train.resume(Path("x"), model, optimizer, scheduler)
+    assert (step, version, progress.tokens) == (4, 4, 9)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+    assert scheduler.get_last_lr() == [pytest.approx(rate)]
 
 
 @pytest.fixture(scope="module")

@@ -122,7 +122,10 @@ def show(value: float, form: str = "") -> str:
 
 def headline(run: Run) -> list[tuple[str, str]]:
     """The summary of a run: (what, value as text)."""
-    reward, step_s = run.values("reward"), run.seconds("perf/step_s")
+    reward = [
+        value for value in run.values("reward") if not math.isnan(value)
+    ]  # not measured in every window
+    step_s = run.seconds("perf/step_s")
     tenth = max(1, round(len(reward) / 10))
     first, last = mean(reward[:tenth]), mean(reward[-tenth:])
     rate = run.values("perf/wall_clock_trained_tokens_per_s")
