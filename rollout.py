@@ -14,8 +14,8 @@ up, MetricsMessage, and DeathMessage with a traceback.
 How much is in flight has three limits: tokens not yet trained (`allowance`, published by the trainer), what
 the servers' key/value caches hold (`next_cap`), and max_concurrent_rollouts.
 
-Never: touch a GPU; turn a missing reward into a zero (tests/test_rollout.py::test_group_scoring_case); lose a
-group without a message; outlive the trainer (tests/test_rollout.py::test_the_process_ends_with_its_parent).
+Never: touch a GPU; lose a group without a message; outlive the trainer
+(tests/test_rollout.py::test_the_process_ends_with_its_parent).
 """
 
 from __future__ import annotations
@@ -25,14 +25,11 @@ import contextlib
 import contextvars
 import functools
 import hashlib
-import importlib
-import importlib.util
 import inspect
 import itertools
 import math
 import multiprocessing
 import multiprocessing.connection
-import numbers
 import os
 import pickle
 import queue
@@ -44,12 +41,24 @@ import traceback
 from collections import Counter, OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
 from client import Server, ServerError
+from conversation import Rollout, RolloutError, Turn, read_template, samples_of
 from packing import Sample
+from scoring import (
+    Group,
+    MetricsBuffer,
+    as_rewards,
+    completion_metrics,
+    drop_reason,
+    is_async,
+    print_completions,
+    total_rewards,
+    trained_metrics,
+)
+from task import Task, check_prompt, load_task, locate, reward_functions, source_names
 
 SCORE_QUEUE = 16  # groups that wait to be scored, and as many that are being scored
 TICK_S = 0.05  # heartbeat, and how soon a new allowance is noticed
@@ -58,57 +67,6 @@ POLL_S = 5.0  # between two looks at a server's /metrics
 CLOSE_S = 5.0  # seconds for close(), and for what is in flight, when the loop ends
 MEMORY = 512  # rollouts that the running mean of their tokens looks back on
 STREAMED_ROWS = 4096  # rows of a streaming dataset that can still be sampled again
-
-
-class RolloutError(RuntimeError):
-    """The rollout process cannot go on; the text says why."""
-
-
-# -------------------------------------------------------------------------------------------- what hooks see
-
-
-@dataclass
-class Turn:
-    """One sampling request and its answer."""
-
-    prompt_ids: list[int]  # the whole prompt that was sent
-    output_ids: list[int]
-    output_logp: np.ndarray  # the sampler's, one per output token
-    output_mask: list[int] | None = None  # 1 = trained, 0 = context only; None = all 1
-    candidate_ids: list[list[int]] | tuple | None = (
-        None  # per token, or (values, offsets); None = whole vocabulary
-    )
-    topk: list[dict] | tuple | None = (
-        None  # per token id -> logp, or (ids [n, K], logp [n, K]), most likely first
-    )
-    versions: np.ndarray | None = None  # version that made each token; None = the group's
-
-
-@dataclass
-class Rollout:
-    """One conversation."""
-
-    completion: list[dict]  # messages after the prompt
-    completion_ids: list[int]
-    turns: list[Turn]
-    tool_call_count: int = 0
-    tool_failure_count: int = 0
-    reward: float | None = None  # None = no reward from this source
-    rollout_id: int = -1
-
-
-@dataclass
-class Group:
-    """One prompt and its rollouts, as compute_advantages sees it."""
-
-    rollouts: list[Rollout]
-    prompts: list[list[dict]]  # the same prompt once per rollout, as reward functions get it
-    reward_kwargs: dict[str, list]  # the row's other columns, once per rollout
-    rewards: np.ndarray | None  # float64 [num_generations], NaN = unscored
-    group_id: int
-    row_index: int
-    version: int  # when its first rollout began
-
 
 # -------------------------------------------------------------------------------------------------- messages
 
@@ -139,373 +97,6 @@ class MetricsMessage:
 @dataclass
 class DeathMessage:
     traceback: str
-
-
-# ------------------------------------------------------------------------------------------ turns -> samples
-
-
-def samples_of(
-    rollout: Rollout, group_id: int, row_index: int, version: int
-) -> tuple[list[Sample], list[int]]:
-    """A rollout's samples, advantage 0 for now, and the tokens rendered anew at every change of turn.
-
-    A turn whose prompt starts with exactly the tokens held so far continues the sample, its new prompt part
-    being context; any other turn starts a new sample. Tokens without a version of their own were made by
-    `version`.
-    """
-    runs, drift = reconcile(rollout.turns)
-    samples = [sample_of(run, rollout.rollout_id, group_id, row_index, version) for run in runs]
-    return [s for s in samples if s.trained.any()], drift
-
-
-def reconcile(turns: list[Turn]) -> tuple[list[list[tuple[list[int], Turn]]], list[int]]:
-    """Turns -> runs of (context ids, turn), one run per sample, and the drift of every change of turn.
-
-    Drift is how many held tokens the next prompt does not repeat: 0 continues the sample, more forks it.
-    There is no tolerance: the sampler never saw any other tokens than its prompt's.
-    """
-    runs, drift, held = [], [], None
-    for turn in turns:
-        prompt = list(turn.prompt_ids)
-        if held is not None and prompt[: len(held)] == held:
-            runs[-1].append((prompt[len(held) :], turn))
-            drift.append(0)
-        else:
-            runs.append([(prompt, turn)])
-            if held is not None:
-                drift.append(len(held) - common_prefix(held, prompt))
-        held = prompt + list(turn.output_ids)
-    return runs, drift
-
-
-def common_prefix(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def sample_of(run, rollout_id: int, group_id: int, row_index: int, version: int) -> Sample:
-    """One run of (context ids, turn) as a sample of L tokens."""
-    length = sum(len(context) + len(turn.output_ids) for context, turn in run)
-    input_ids = np.empty(length, dtype=np.int32)
-    trained = np.zeros(length, dtype=bool)
-    logp = np.zeros(length, dtype=np.float32)
-    versions = np.full(length, version, dtype=np.int32)
-    generated = []  # versions of generated tokens only
-    pieces = []  # (slice of the output, turn)
-    start = 0
-    for context, turn in run:
-        out = slice(start + len(context), start + len(context) + len(turn.output_ids))
-        made, scored = len(turn.output_ids), len(turn.output_logp)
-        if made != scored:
-            raise RolloutError(f"rollout {rollout_id}: {made} tokens but {scored} log-probabilities")
-        input_ids[start : out.start] = context
-        input_ids[out] = turn.output_ids
-        trained[out] = True if turn.output_mask is None else np.asarray(turn.output_mask, dtype=bool)
-        logp[out] = turn.output_logp
-        if turn.versions is not None:
-            versions[out] = turn.versions
-        generated.append(versions[out])
-        pieces.append((out, turn))
-        start = out.stop
-    trained[:1] = False  # nothing predicts the first token
-    topk_ids, topk_logp = topk_table(pieces, length)
-    return Sample(
-        input_ids=input_ids,
-        trained=trained,
-        sampler_logp=logp,
-        advantage=0.0,
-        group_id=group_id,
-        row_index=row_index,
-        rollout_id=rollout_id,
-        version=int(np.concatenate(generated).min(initial=np.iinfo(np.int32).max)),
-        candidate_ids=candidate_lists(pieces, length),
-        topk_ids=topk_ids,
-        topk_logp=topk_logp,
-        token_version=versions,
-    )
-
-
-def candidate_lists(pieces: list[tuple[slice, Turn]], length: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Candidate sets of a sample as (int32 values, int64 offsets [L+1]); context has empty lists."""
-    if all(turn.candidate_ids is None for _, turn in pieces):
-        return None
-    counts = np.zeros(length, dtype=np.int64)
-    values = []
-    for out, turn in pieces:
-        sets = turn.candidate_ids
-        if isinstance(sets, tuple):
-            counts[out] = np.diff(sets[1])
-            values.append(np.asarray(sets[0], dtype=np.int32))
-        elif sets is not None:
-            counts[out] = [len(ids) for ids in sets]
-            values.append(np.fromiter(itertools.chain.from_iterable(sets), dtype=np.int32))
-    return np.concatenate(values), np.concatenate([[0], np.cumsum(counts)])
-
-
-def topk_table(
-    pieces: list[tuple[slice, Turn]], length: int
-) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-    """The sampler's most likely tokens, int32 [L, K] and float32 [L, K]; -1 and -inf where there are none."""
-    tables = [(out, topk_arrays(turn.topk)) for out, turn in pieces if turn.topk is not None]
-    if not tables:
-        return None, None
-    width = max(ids.shape[1] for _, (ids, _) in tables)
-    topk_ids = np.full((length, width), -1, dtype=np.int32)
-    topk_logp = np.full((length, width), -np.inf, dtype=np.float32)
-    for out, (ids, logp) in tables:
-        topk_ids[out, : ids.shape[1]] = ids
-        topk_logp[out, : ids.shape[1]] = logp
-    return topk_ids, topk_logp
-
-
-def topk_arrays(topk) -> tuple[np.ndarray, np.ndarray]:
-    """Turn.topk as arrays [n, K]; a list of id -> logp is laid out by falling probability."""
-    if isinstance(topk, tuple):
-        return topk
-    width = max(map(len, topk), default=0)
-    ids = np.full((len(topk), width), -1, dtype=np.int32)
-    logp = np.full((len(topk), width), -np.inf, dtype=np.float32)
-    for i, entries in enumerate(topk):
-        for j, (token, value) in enumerate(sorted(entries.items(), key=lambda entry: -entry[1])):
-            ids[i, j], logp[i, j] = token, value
-    return ids, logp
-
-
-# ----------------------------------------------------------------------------------------------------- tasks
-
-
-@dataclass
-class Task:
-    """What is learnt: prompts and the functions that score completions."""
-
-    name: str
-    dataset: object  # datasets.Dataset or IterableDataset, with a column `prompt`
-    rewards: list
-    tools: list = field(default_factory=list)
-
-
-def load_task(spec, task_kwargs: dict | None = None) -> Task:
-    """The task named by `spec`: path, path:function, module or module:function; or an object that is one.
-
-    A task has `dataset` (a dataset, or a function of task_kwargs that returns one), `rewards` and optionally
-    `tools`; a function named in `spec` returns such an object. Raises ValueError for an unknown task or
-    prompts that cannot be used, TypeError for a reward that the rollout process cannot be handed.
-    """
-    task_kwargs = task_kwargs or {}
-    source = locate(spec, "task")
-    if inspect.isfunction(source):
-        takes_kwargs = bool(inspect.signature(source).parameters)
-        source, task_kwargs = (source(**task_kwargs), {}) if takes_kwargs else (source(), task_kwargs)
-    name = spec if isinstance(spec, str) else type(spec).__name__
-    rewards = reward_functions(source, name)
-    dataset = getattr(source, "dataset", None)
-    if callable(dataset):
-        dataset = dataset(**task_kwargs)
-    elif task_kwargs:
-        raise ValueError(f"task_kwargs {sorted(task_kwargs)}: nothing in task {name} takes them")
-    if dataset is None:
-        raise ValueError(f"task {name} has no dataset: define dataset(**task_kwargs)")
-    row = next(iter(dataset), None)
-    if row is None:
-        raise ValueError(f"the dataset of task {name} is empty")
-    check_prompt(row, f"row 0 of task {name}")
-    return Task(name, dataset, rewards, list(getattr(source, "tools", None) or []))
-
-
-def locate(spec, what: str):
-    """The module, or the thing inside it, that `path.py`, `path.py:name`, `module` or `module:name` names."""
-    if not isinstance(spec, str):
-        return spec
-    place, _, name = spec.partition(":")
-    if not place:
-        raise ValueError(f"{what} {spec!r} must be path.py, path.py:name, module or module:name")
-    if place.endswith(".py"):
-        module = module_at(Path(place), what)
-    else:
-        try:
-            module = importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-                raise  # the module is there, something it imports is not
-            raise ValueError(
-                f"unknown {what} {spec!r}: there is no module {place}; a file ends in .py"
-            ) from None
-    if not name:
-        return module
-    if not hasattr(module, name):
-        raise ValueError(f"unknown {what} {spec!r}: {place} has no {name}")
-    return getattr(module, name)
-
-
-def module_at(path: Path, what: str):
-    """Import a file, once per process, under a name that hides no other module."""
-    if not path.is_file():
-        raise ValueError(f"unknown {what}: there is no file {path}")
-    path = path.resolve()
-    name = f"{what}_{path.stem}"
-    if name in sys.modules and sys.modules[name].__file__ == str(path):
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def reward_functions(source, task_name: str) -> list:
-    """The task's rewards; TypeError names the first that cannot be handed to the rollout process."""
-    rewards = getattr(source, "rewards", None) or []
-    rewards = [rewards] if callable(rewards) else list(rewards)
-    for reward in rewards:
-        if not callable(reward):
-            raise TypeError(
-                f"reward {reward!r} of task {task_name} is no function; call a served model from one"
-            )
-        inner = reward
-        while isinstance(inner, functools.partial):
-            inner = inner.func
-        qualname = getattr(inner, "__qualname__", None) or type(inner).__qualname__
-        if "<lambda>" in qualname or "<locals>" in qualname:
-            raise TypeError(
-                f"reward {qualname} of task {task_name} is a lambda or closure and cannot be handed to the "
-                "rollout process; use a module-level function, functools.partial or an instance of a "
-                "module-level class"
-            )
-    return rewards
-
-
-def source_names(rewards: list) -> list[str]:
-    """Names in metrics: __name__, a partial's function's, an instance's class. A repeated one is numbered."""
-    names = []
-    for reward in rewards:
-        while isinstance(reward, functools.partial):
-            reward = reward.func
-        name = getattr(reward, "__name__", type(reward).__name__)
-        names.append(name if name not in names else f"{name}_{len(names)}")
-    return names
-
-
-def check_prompt(row: dict, where: str) -> None:
-    """Raises ValueError unless the row's prompt is a list of text messages."""
-    if "prompt" not in row:
-        raise ValueError(f"{where} has no column `prompt`; its columns are {sorted(row)}")
-    prompt = row["prompt"]
-    conversational = (
-        isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt)
-    )
-    if not conversational:
-        raise ValueError(
-            f"the prompt of {where} is not conversational: it must be a list of messages like "
-            f"[{{'role': 'user', 'content': ...}}], not {str(prompt)[:80]!r}"
-        )
-    for message in prompt:
-        parts = message.get("content")
-        for part in parts if isinstance(parts, list) else ():
-            if isinstance(part, dict) and "image" in str(part.get("type")):
-                raise ValueError(f"the prompt of {where} holds an image; only text can be trained on")
-
-
-# --------------------------------------------------------------------------------------------------- scoring
-
-
-def is_async(function) -> bool:
-    """Is it an `async def`, a partial of one, or an instance whose calls are?"""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def as_rewards(result, count: int) -> np.ndarray:
-    """What a reward function returned, float64 [count], NaN = does not apply; TypeError, ValueError."""
-    if isinstance(result, (str, bytes, dict)) or not hasattr(result, "__len__"):
-        raise TypeError(f"it must return a list of {count} values, not {result!r}")
-    if len(result) != count:
-        raise ValueError(f"it returned {len(result)} values for {count} completions")
-    return np.array([as_reward(value) for value in result], dtype=np.float64)
-
-
-def as_reward(value) -> float:
-    """One reward; None becomes NaN. TypeError for anything but a number, ValueError for an infinite one."""
-    if hasattr(value, "item"):  # a scalar of numpy or torch
-        value = value.item()
-    if value is None:
-        return math.nan
-    if not isinstance(value, numbers.Real):
-        raise TypeError(f"a reward must be a number or None, not {value!r}")
-    if math.isinf(value):
-        raise ValueError(f"a reward must be finite, not {value!r}")
-    return float(value)
-
-
-def total_rewards(sources: dict[str, np.ndarray], count: int) -> np.ndarray:
-    """Sum over the sources that scored a rollout; NaN where none did. float64 [count]."""
-    values = np.array(list(sources.values())).reshape(-1, count)  # [sources, count]
-    return np.where(np.isnan(values).all(axis=0), np.nan, np.nansum(values, axis=0))
-
-
-def drop_reason(rewards: np.ndarray) -> str | None:
-    """Why a group teaches nothing, or None. Compares rewards: the std of equal ones can be above 0."""
-    scored = rewards[~np.isnan(rewards)]
-    if len(scored) < 2:
-        return "fewer than two scored"
-    high, low = scored.max(), scored.min()
-    return "equal rewards" if high - low <= 1e-8 * max(1.0, abs(high)) else None
-
-
-def std_of(values: np.ndarray) -> float:
-    """Population standard deviation of the scored ones; NaN when there are none."""
-    scored = values[~np.isnan(values)]
-    return float(scored.std()) if len(scored) else math.nan
-
-
-def completion_metrics(rollouts: list[Rollout], eos_ids: set[int]) -> dict:
-    """completions/*: lengths in generated tokens, the share that was cut, the share that is a repetition."""
-    lengths = [sum(len(turn.output_ids) for turn in r.turns) for r in rollouts]
-    ended = [
-        bool(r.turns) and len(r.turns[-1].output_ids) > 0 and r.turns[-1].output_ids[-1] in eos_ids
-        for r in rollouts
-    ]
-    different = {tuple(tuple(turn.output_ids) for turn in r.turns) for r in rollouts}
-    values = {
-        "completions/clipped_ratio": (len(rollouts) - sum(ended), len(rollouts)),
-        "completions/duplicate_frac": (len(rollouts) - len(different), len(rollouts)),
-    }
-    terminated = [length for length, end in zip(lengths, ended, strict=True) if end]
-    for kind, some in (("length", lengths), ("terminated_length", terminated)):
-        if some:
-            values |= {
-                f"completions/mean_{kind}": some,
-                f"completions/min_{kind}": min(some),
-                f"completions/max_{kind}": max(some),
-            }
-    return values
-
-
-class MetricsBuffer:
-    """Values since the last message. Lists and pairs are joined, single values reduced as their names say."""
-
-    def __init__(self):
-        self.values = {}
-
-    def record(self, name: str, value) -> None:
-        last = name.rsplit("/", 1)[-1].split("_")
-        held = self.values.get(name)
-        if isinstance(value, tuple):
-            self.values[name] = value if held is None else (held[0] + value[0], held[1] + value[1])
-        elif isinstance(value, list):
-            self.values.setdefault(name, []).extend(value)
-        elif "count" in last:
-            self.values[name] = value + (held or 0)
-        elif "max" in last or "min" in last:
-            self.values[name] = value if held is None else (max if "max" in last else min)(held, value)
-        else:
-            self.values.setdefault(name, []).append(value)
-
-    def take(self) -> dict:
-        values, self.values = self.values, {}
-        return values
 
 
 # ----------------------------------------------------------------------------------------------- server load
@@ -1172,8 +763,8 @@ class RolloutLoop:
 
 def lost_weights(url: str) -> str:
     return (
-        f"{url} samples with weights that this run has not sent: it was restarted, and holds those it started "
-        "with. Resume the run from its last checkpoint: every weight goes out before the first prompt"
+        f"{url} samples with weights that this run has not sent: it was restarted, and holds those it "
+        "started with. Resume the run from its last checkpoint: every weight goes out before the first prompt"
     )
 
 
@@ -1195,15 +786,6 @@ def check_task(task: Task, loop: type[RolloutLoop]) -> None:
         raise ValueError(f"task {task.name} has tools, but a rollout of this loop is one turn without calls")
 
 
-def read_template(chat_template: str) -> str:
-    """A chat template, from a file or as a text."""
-    if "{" in chat_template:
-        return chat_template
-    if not Path(chat_template).is_file():
-        raise ValueError(f"there is no file {chat_template}, and it is no template text either")
-    return Path(chat_template).read_text()
-
-
 def model_ids(model: str, source: dict, tokenizer) -> tuple[set[int], int | None]:
     """Ids that end a turn (tokenizer's and generation config's), and rows of the output head, if known."""
     from transformers import AutoConfig, GenerationConfig
@@ -1217,22 +799,6 @@ def model_ids(model: str, source: dict, tokenizer) -> tuple[set[int], int | None
     with contextlib.suppress(OSError, ValueError):
         vocabulary = AutoConfig.from_pretrained(model, **source).get_text_config().vocab_size
     return eos_ids - {None}, vocabulary
-
-
-def trained_metrics(sources: dict[str, np.ndarray], rewards: np.ndarray, index: int) -> dict[str, float]:
-    """What a sample of rollout `index` says about rewards once it is trained."""
-    values = {"reward_kept": rewards[index], "reward_group_std": std_of(rewards)}
-    for name, scores in sources.items():
-        values[f"rewards/{name}/mean"] = scores[index]
-        values[f"rewards/{name}/group_std"] = std_of(scores)
-    return {name: float(value) for name, value in values.items() if not math.isnan(value)}
-
-
-def print_completions(group: Group, most: int | None) -> None:
-    """One group for the reader, up to `most` of its rollouts."""
-    print(f"\nprompt {group.group_id}, sampled by version {group.version}: {group.prompts[0]}")
-    for rollout, reward in list(zip(group.rollouts, group.rewards, strict=True))[:most]:
-        print(f"  reward {reward:.3f}: {rollout.completion}", flush=True)
 
 
 # ----------------------------------------------------------------------------------------------- the process

@@ -46,13 +46,15 @@ import checkpoint
 import serve
 from checkpoint import Progress, SaveError
 from client import Server, ServerError
+from conversation import read_template
 from feed import WAITING, Batch, Feed
 from loss import Head, Objective, head_of, microbatch_weight, policy_loss, step_divisor
 from metrics import Logger, Stopwatch, Window, peak_flops, term_metrics
 from options import OptionError, Options, check, describe, parse_or_exit
 from packing import Planner, Row, row_cost_from_config
-from rollout import RolloutProcess, check_task, load_loop, load_task, read_template
+from rollout import RolloutProcess, check_task, load_loop
 from sync import WeightSync
+from task import load_task
 
 PATIENCE_S = 60.0  # rank 0 tells the others this often that it still waits for rollouts
 
@@ -266,7 +268,7 @@ def log(
 
 
 def check_inputs(options: Options, rollouts) -> Path | None:
-    """Look at the model, the task and what belongs to it, and the checkpoint to resume from; returns the latter.
+    """Look at the model, the task, what belongs to it, and the checkpoint to resume from; returns the latter.
 
     OptionError names what cannot work, before a model loads or a server starts.
     """

@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rollout
+from conversation import read_template
 from options import Options
 from rollout import (
     DeathMessage,
@@ -37,13 +38,11 @@ from rollout import (
     RolloutLoop,
     RolloutProcess,
     Turn,
-    completion_metrics,
-    drop_reason,
-    load_task,
     next_cap,
     samples_of,
-    total_rewards,
 )
+from scoring import completion_metrics, drop_reason, total_rewards
+from task import load_task
 
 HERE = Path(__file__).parent
 
@@ -586,7 +585,7 @@ def test_template_of_the_options_replaces_the_tokenizers(model, tmp_path):
                 run.groups(1)
             assert fake.requests[0]["prompt"] == [7, 7, 46]
     with pytest.raises(ValueError, match="there is no file templates/absent"):
-        rollout.read_template("templates/absent")
+        read_template("templates/absent")
 
 
 # ---- limits
