@@ -1,4 +1,4 @@
-"""A rollout's conversation, between messages and tokens: what was sampled becomes samples to train on.
+"""A rollout's conversation, between messages and tokens: prompts, the calls in replies, samples to train on.
 
 turn 1   prompt 1 ............ output 1
 turn 2   prompt 1 ............ output 1  new context  output 2      starts with all that is held: same sample
@@ -8,6 +8,7 @@ turn 3   prompt 3 (rewritten) ....................... output 3      anything els
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,7 @@ class Rollout:
     tool_failure_count: int = 0
     reward: float | None = None  # None = no reward from this source
     rollout_id: int = -1
+    out_of_room: bool = False  # the context was full before the model had finished
 
 
 # ------------------------------------------------------------------------------------------ turns -> samples
@@ -179,7 +181,334 @@ def topk_arrays(topk) -> tuple[np.ndarray, np.ndarray]:
     return ids, logp
 
 
+# -------------------------------------------------------------------------------------------------- messages
+
+
+@dataclass
+class Call:
+    """One tool call, as the model wrote it."""
+
+    name: str  # "" where it cannot be read
+    arguments: object  # a dict, unless there is an error
+    error: str | None = None  # what is wrong with it, for the model to read
+
+
+class Renderer:
+    """Messages -> token ids, and what was sampled -> messages, by one tokenizer and its chat template.
+
+    A later turn's prompt is the tokens held so far and the rendering of what came since, where the template
+    renders earlier turns the same whatever follows them (`probe`): what was sampled is never tokenised again
+    (tests/test_conversation.py::test_sampled_tokens_are_kept_even_where_the_tokenizer_would_split_otherwise).
+    Under any other template it is the rendering of everything, and the turn starts a new sample.
+    """
+
+    def __init__(self, tokenizer, template_kwargs: dict, eos_ids: set[int]):
+        self.tokenizer = tokenizer
+        self.template_kwargs = template_kwargs
+        self.eos_ids = eos_ids
+        self.keeps_turns = True
+        self.template = str(tokenizer.get_chat_template()) if tokenizer.chat_template else ""
+        self.format = next((form for mark, form in FORMATS if mark in self.template), None)
+        self._last = ("", [])
+
+    @property
+    def reads_calls(self) -> bool:
+        """Is it known how the model writes tool calls?"""
+        return self.format is not None or response_schema(self.tokenizer) is not None
+
+    def prompt(self, messages: list[dict], schemas: list[dict] | None = None) -> list[int]:
+        """The whole conversation, ready for the assistant's turn."""
+        key = repr((messages, schemas))
+        if key != self._last[0]:  # the rollouts of a group start one after the other, with equal prompts
+            self._last = key, self.ids(messages, schemas, add_generation_prompt=True)
+        return self._last[1]
+
+    def next_prompt(
+        self, held: list[int], before: list[dict], new: list[dict], schemas: list[dict] | None
+    ) -> list[int]:
+        """The prompt of a later turn. `before` ends in the assistant's message, the last of what `held`
+        stands for; `new` came after it."""
+        whole = self.ids(before + new, schemas, add_generation_prompt=True)
+        if not self.keeps_turns:
+            return whole
+        rendered = self.ids(before, schemas, add_generation_prompt=False)
+        end = last_of(rendered, self.eos_ids)  # the template may put a line break behind it
+        if end is None or whole[: end + 1] != rendered[: end + 1]:
+            return whole
+        return held + whole[end + 1 :]
+
+    def ids(self, messages: list[dict], schemas: list[dict] | None, add_generation_prompt: bool) -> list[int]:
+        encoded = self.tokenizer.apply_chat_template(
+            [renderable(message) for message in messages],
+            tools=schemas or None,
+            add_generation_prompt=add_generation_prompt,
+            return_dict=True,
+            **self.template_kwargs,
+        )
+        return list(encoded["input_ids"])
+
+    def reply(self, turn: Turn, schemas: list[dict] | None) -> tuple[dict, list[Call]]:
+        """The assistant's message and the calls in it. A message that was cut short calls nothing."""
+        text = self.tokenizer.decode(turn.output_ids, skip_special_tokens=True)
+        message = {"role": "assistant", "content": text}
+        ended = len(turn.output_ids) > 0 and turn.output_ids[-1] in self.eos_ids
+        if not schemas or not ended:
+            return message, []
+        if response_schema(self.tokenizer) is not None:
+            return parsed_reply(self.tokenizer, turn, schemas, message)
+        raw = self.tokenizer.decode(turn.output_ids[:-1], skip_special_tokens=False)
+        thought, close, said = raw.rpartition("</think>")  # what it thinks of calling, it does not call
+        said, calls = self.format(said) if close or "<think>" not in raw else (said, [])
+        if calls:
+            content = thought + close + said
+            for special in self.tokenizer.all_special_tokens:
+                content = content.replace(special, "")
+            message = {"role": "assistant", "content": content.strip(), "tool_calls": list(map(entry, calls))}
+        return message, calls
+
+
+def last_of(ids: list[int], wanted: set[int]) -> int | None:
+    return next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in wanted), None)
+
+
+def entry(call: Call) -> dict:
+    """A call as messages carry it."""
+    return {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def renderable(message: dict) -> dict:
+    """The message with calls that any template can render: malformed ones get no arguments.
+
+    The model has its own words before it all the same, in the tokens held, and an error that quotes them.
+    """
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for number, call in enumerate(message["tool_calls"]):
+        function = call.get("function", call)
+        arguments = function["arguments"] if isinstance(function.get("arguments"), dict) else {}
+        fixed = {"name": function.get("name") or "unknown", "arguments": arguments}
+        calls.append({"id": call_id(number), "type": "function", "function": fixed})
+    return message | {"tool_calls": calls}
+
+
+def call_id(number: int) -> str:
+    """Nine letters and digits, the only form that Mistral's templates take."""
+    return f"call{number:05d}"
+
+
+# -------------------------------------------------------------------------------------- tool calls in a text
+# A format takes the text of a message and returns what was said beside the calls, and the calls.
+
+
+def tagged_calls(text: str) -> tuple[str, list[Call]]:
+    """Qwen, Hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them."""
+    said, *parts = text.split("<tool_call>")
+    calls = []
+    for part in parts:
+        body, closed, rest = part.partition("</tool_call>")
+        calls.append(call_in(body) if closed else Call("", body, "the call has no </tool_call>"))
+        said += rest
+    return said, calls
+
+
+def mistral_calls(text: str) -> tuple[str, list[Call]]:
+    """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...} for each call."""
+    said, *parts = text.split("[TOOL_CALLS]")
+    calls = []
+    for part in map(str.strip, parts):
+        if part.startswith("["):
+            calls += listed_calls(part)
+            continue
+        name, _, arguments = part.replace("[ARGS]", "", 1).partition("{")
+        name = name.partition("[CALL_ID]")[0].strip()
+        calls.append(checked(Call(name, f"{{{arguments}")))
+    return said, calls
+
+
+def listed_calls(text: str) -> list[Call]:
+    try:
+        listed, _ = json.JSONDecoder().raw_decode(text)
+    except ValueError as error:
+        return [Call("", text, f"the list of calls is not JSON ({error})")]
+    return [call_of(value) for value in listed]
+
+
+DEEPSEEK_BEGIN, DEEPSEEK_CALL = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
+DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
+DEEPSEEK_CALL_END, DEEPSEEK_END = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+
+
+def deepseek_calls(text: str) -> tuple[str, list[Call]]:
+    """DeepSeek: begin, name, separator, arguments, end (V3.1); or, as V3 and R1 write it, begin, "function",
+    separator, name, a line break, the arguments in a fence of JSON, end."""
+    said, *parts = text.replace(DEEPSEEK_BEGIN, "").replace(DEEPSEEK_END, "").split(DEEPSEEK_CALL)
+    calls = []
+    for part in parts:
+        body, closed, rest = part.partition(DEEPSEEK_CALL_END)
+        said += rest
+        name, separated, arguments = body.partition(DEEPSEEK_SEPARATOR)
+        if not closed or not separated:
+            calls.append(Call("", body, "the call is not complete"))
+            continue
+        if name.strip() == "function":
+            name, _, arguments = arguments.partition("\n")
+            arguments = arguments.strip().removeprefix("```json").removesuffix("```")
+        calls.append(checked(Call(name.strip(), arguments.strip())))
+    return said, calls
+
+
+def llama_calls(text: str) -> tuple[str, list[Call]]:
+    """Llama 3: the whole message is {"name": ..., "parameters": {...}}, or several of them with a `;`."""
+    marked = "<|python_tag|>" in text
+    body = text.replace("<|python_tag|>", "").strip()
+    if not body.startswith("{") or not (marked or '"name"' in body):
+        return text, []
+    decoder, calls = json.JSONDecoder(), []
+    while body:
+        try:
+            value, end = decoder.raw_decode(body)
+        except ValueError as error:
+            calls.append(Call("", body, f"the call is not JSON ({error})"))
+            break
+        calls.append(call_of(value))
+        body = body[end:].lstrip("; \n")
+    return "", calls
+
+
+FORMATS = [  # what a chat template mentions -> how its model writes calls
+    ("tool▁call", deepseek_calls),
+    ("[TOOL_CALLS]", mistral_calls),
+    ("<tool_call>", tagged_calls),
+    ("<|python_tag|>", llama_calls),
+    ('"parameters"', llama_calls),
+]
+
+
+def call_in(text: str) -> Call:
+    try:
+        return call_of(json.loads(text))
+    except ValueError as error:
+        return Call("", text.strip(), f"the call is not JSON ({error})")
+
+
+def call_of(value) -> Call:
+    """The call in a decoded JSON value; its arguments may be JSON in a string."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return Call("", value, 'a call must be {"name": ..., "arguments": {...}}')
+    return checked(Call(value["name"], value.get("arguments", value.get("parameters", {}))))
+
+
+def checked(call: Call) -> Call:
+    """The call with its arguments as a dict, or with an error."""
+    if isinstance(call.arguments, str):
+        try:
+            call.arguments = json.loads(call.arguments)
+        except ValueError as error:
+            call.error = f"the arguments are not JSON ({error})"
+            return call
+    if not isinstance(call.arguments, dict):
+        call.error = "the arguments must be a JSON object"
+    return call
+
+
+def response_schema(tokenizer):
+    """How the tokenizer itself says its model's replies are parsed, if it does."""
+    return getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None)
+
+
+def parsed_reply(tokenizer, turn: Turn, schemas: list[dict], plain: dict) -> tuple[dict, list[Call]]:
+    """The reply as transformers parses it; one that it cannot parse is a malformed call."""
+    text = tokenizer.decode(turn.output_ids[:-1], skip_special_tokens=False)
+    if getattr(tokenizer, "response_template", None) is not None:
+        more = {"prefix": tokenizer.decode(turn.prompt_ids), "tools": schemas}
+    else:
+        more = {}
+    try:
+        message = tokenizer.parse_response(text, **more)
+    except Exception as error:  # whatever a schema raises, it is about what the model wrote
+        call = Call("", text, f"the reply could not be parsed ({first_line(error)})")
+        return plain | {"tool_calls": [entry(call)]}, [call]
+    calls = [call_of(call.get("function", call)) for call in message.get("tool_calls") or []]
+    message = {"role": "assistant", "content": ""} | message
+    return message | ({"tool_calls": list(map(entry, calls))} if calls else {}), calls
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 # ------------------------------------------------------------------------------------------------- templates
+
+
+PROBE_THOUGHT = "Let me see."
+
+
+def probe(renderer: Renderer, schemas: list[dict]) -> str | None:
+    """Play two rounds of a tool's call through the template: what it does to earlier turns, None = nothing.
+
+    Sets `renderer.keeps_turns`. Raises ValueError for a template that cannot carry tools at all.
+    """
+    name = schemas[0]["function"]["name"]
+    call = {"type": "function", "function": {"name": name, "arguments": {}}}
+    result = {"role": "tool", "name": name, "tool_call_id": call_id(0), "content": "5"}
+    question = [{"role": "user", "content": "What is 2 + 3?"}]
+    try:
+        sent = renderer.tokenizer.decode(renderer.ids(question, schemas, True)).rstrip()
+    except Exception as error:  # a template raises what it likes
+        raise ValueError(f"the chat template cannot render tools: {first_line(error)}") from error
+    if name not in sent:
+        raise ValueError("the chat template does not show tools to the model; give --chat_template")
+    closing = f"{PROBE_THOUGHT}\n</think>\n\n"
+    if sent.endswith("</think>"):
+        thoughts = [""]
+    elif sent.endswith("<think>"):
+        thoughts = [closing]
+    else:
+        thoughts = ["", f"<think>\n{closing}"] if "think" in renderer.template else [""]
+    for thought in thoughts:
+        message = {"role": "assistant", "content": thought, "tool_calls": [call]}
+        try:
+            cost = fork_cost(renderer, schemas, question, message, result)
+        except Exception as error:
+            raise ValueError(f"the chat template cannot render tools: {first_line(error)}") from error
+        if cost is not None:
+            renderer.keeps_turns = False
+            kept, held = cost
+            return (
+                "the chat template rewrites earlier turns: every later turn of a rollout starts a new sample "
+                f"(a fork). In a probe conversation the next prompt repeats {kept} of {held} tokens held; "
+                "each fork forwards once more the tokens behind those and all that came after them, so a "
+                "rollout of t turns costs about t / 2 times its tokens. "
+                f"--chat_template {suggestion(renderer.template)} keeps turns as they were"
+            )
+    return None
+
+
+def fork_cost(
+    renderer: Renderer, schemas: list[dict], question: list[dict], message: dict, result: dict
+) -> tuple[int, int] | None:
+    """(tokens that the next prompt repeats, tokens held) where a turn is rewritten; None where none is."""
+    messages = list(question)
+    for _ in range(2):
+        sent = renderer.ids(messages, schemas, add_generation_prompt=True)
+        through = renderer.ids([*messages, message], schemas, add_generation_prompt=False)
+        messages += [message, result]
+        after = renderer.ids(messages, schemas, add_generation_prompt=True)
+        end = last_of(through, renderer.eos_ids)
+        kept = end is not None and after[: end + 1] == through[: end + 1] and through[: len(sent)] == sent
+        thought = message["content"]
+        if not kept or (thought and PROBE_THOUGHT not in renderer.tokenizer.decode(after[len(sent) :])):
+            held = sent + renderer.tokenizer.encode(thought, add_special_tokens=False)
+            return common_prefix(held, after), len(held)
+    return None
+
+
+def suggestion(template: str) -> str:
+    """The template that ships for this model family."""
+    if "<|im_start|>" in template:
+        return "tasks/templates/qwen3.jinja"
+    return "tasks/templates/deepseek.jinja" if "<｜Assistant｜>" in template else "FILE, one that"
 
 
 def read_template(chat_template: str) -> str:

@@ -51,6 +51,9 @@ class Options:
     # Generation
     num_generations: int = option(8, "rollouts per prompt (a group)")
     max_completion_length: int = option(2048, "most tokens of one turn")
+    max_tool_calling_iterations: int | None = option(
+        None, "rounds of tool calls in one rollout (none = no bound)"
+    )
     temperature: float = option(1.0, "sampling temperature, on both sides of the ratio")
     top_p: float = option(1.0, "nucleus sampling; below 1 it needs top_k, which bounds the candidate set")
     top_k: int = option(0, "sample among the k most likely tokens (0 = all)")
@@ -169,6 +172,7 @@ def parse_object(name: str, value) -> dict:
 RANGES = [
     ("num_generations", lambda v: v >= 2, "at least 2: an advantage compares rollouts of one prompt"),
     ("max_completion_length", lambda v: v >= 1, "at least 1"),
+    ("max_tool_calling_iterations", lambda v: v is None or v >= 1, "at least 1, or none"),
     ("temperature", lambda v: v > 0, "above 0: a greedy sampler has no log-probabilities to train on"),
     ("top_p", lambda v: 0 < v <= 1, "in (0, 1]"),
     ("top_k", lambda v: v >= 0, "0 (off) or more"),

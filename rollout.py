@@ -45,11 +45,23 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from client import Server, ServerError
-from conversation import Rollout, RolloutError, Turn, read_template, samples_of
+from conversation import (
+    FORMATS,
+    Call,
+    Renderer,
+    Rollout,
+    RolloutError,
+    Turn,
+    call_id,
+    probe,
+    read_template,
+    samples_of,
+)
 from packing import Sample
 from scoring import (
     Group,
     MetricsBuffer,
+    as_reward,
     as_rewards,
     completion_metrics,
     drop_reason,
@@ -58,7 +70,19 @@ from scoring import (
     total_rewards,
     trained_metrics,
 )
-from task import Task, check_prompt, load_task, locate, reward_functions, source_names
+from task import (
+    Environments,
+    Task,
+    check_row,
+    environment_name,
+    functions_of,
+    load_task,
+    locate,
+    opened,
+    schema_of,
+    source_names,
+    tools_of,
+)
 
 SCORE_QUEUE = 16  # groups that wait to be scored, and as many that are being scored
 TICK_S = 0.05  # heartbeat, and how soon a new allowance is noticed
@@ -66,6 +90,7 @@ REPORT_S = 1.0  # between two metrics messages
 POLL_S = 5.0  # between two looks at a server's /metrics
 CLOSE_S = 5.0  # seconds for close(), and for what is in flight, when the loop ends
 MEMORY = 512  # rollouts that the running mean of their tokens looks back on
+SHOWN = 200  # characters of a malformed call that the model is shown again
 STREAMED_ROWS = 4096  # rows of a streaming dataset that can still be sampled again
 
 # -------------------------------------------------------------------------------------------------- messages
@@ -108,6 +133,7 @@ class Load:
 
     server: Server
     cap: int  # most rollouts at once
+    context: int | None = None  # longest sequence, in tokens
     running: int = 0
     finished: int = 0  # rollouts since the cap was last raised
     measured: bool = False  # the cap follows the server's /metrics
@@ -147,11 +173,12 @@ class Flight:
     """A group on its way: what the loop keeps about it beside what hooks see."""
 
     group: Group
-    prompt: list[dict]
+    row: dict
     load: Load
     attempt: int  # how often this prompt was sampled before
     left: int  # rollouts not finished yet
     abandoned: set[int] = field(default_factory=set)  # rollouts that ran out of time
+    earned: dict[int, tuple[str, float]] = field(default_factory=dict)  # environment's class, its reward
     samples: list[list[Sample]] = field(default_factory=list)  # per rollout
     tokens: int = 0  # raw tokens of the samples so far
     done_at: float = 0.0
@@ -227,7 +254,8 @@ class RolloutLoop:
         self._generated_tokens = 0  # since the last report
         self._reported_at = time.monotonic()
         self._printed_version = None
-        self._rendered = ("", [])
+        self._tool_threads = ThreadPoolExecutor(options.max_concurrent_rollouts, thread_name_prefix="tool")
+        self._schemas = {}  # tool -> what the model is shown of it
 
     # ---- hooks
 
@@ -241,25 +269,91 @@ class RolloutLoop:
         pass
 
     async def generate_one(self, prompt: list[dict], tools: list, group_id: int) -> Rollout:
-        """One rollout: a single turn."""
-        turn = await self.generate_one_turn(self.render(prompt))
-        text = self.tokenizer.decode(turn.output_ids, skip_special_tokens=True)
-        return Rollout(
-            completion=[{"role": "assistant", "content": text}], completion_ids=turn.output_ids, turns=[turn]
-        )
+        """Turns until one calls no tool, the context is full, or max_tool_calling_iterations is reached.
 
-    def render(self, messages: list[dict]) -> list[int]:
+        `tools` are functions: the task's, and the methods of the rollout's own environment.
+        """
+        by_name = {tool.__name__: tool for tool in tools}
+        schemas = [self.schema(tool) for tool in tools]
+        rollout, exhausted = Rollout([], [], []), False
+        held = self.render(prompt, schemas)
+        for rounds in itertools.count():
+            turn = await self.generate_one_turn(held)
+            message, calls = self.renderer.reply(turn, schemas)
+            rollout.turns.append(turn)
+            rollout.completion.append(message)
+            rollout.completion_ids.extend(turn.output_ids)
+            exhausted = bool(calls) and rounds == self.options.max_tool_calling_iterations
+            if not calls or exhausted:
+                break
+            before = prompt + rollout.completion
+            results = await self.call_tools(calls, by_name, rollout)
+            rollout.completion += results
+            held = self.renderer.next_prompt(held + turn.output_ids, before, results, schemas)
+            if self.is_full(held):
+                rollout.out_of_room = True
+                break
+        if tools:
+            self.metrics.record("tools/loop_exhausted_frac", (int(exhausted), 1))
+        return rollout
+
+    def render(self, messages: list[dict], schemas: list[dict] | None = None) -> list[int]:
         """The conversation so far through the chat template, ready for the assistant's turn: token ids."""
-        key = repr(messages)
-        if key != self._rendered[0]:  # the rollouts of a group start one after the other, with equal prompts
-            encoded = self.tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=True,
-                return_dict=True,
-                **self.options.chat_template_kwargs or {},
+        return self.renderer.prompt(messages, schemas)
+
+    def schema(self, tool) -> dict:
+        function = getattr(tool, "__func__", tool)  # instances of an environment share their methods
+        if function not in self._schemas:
+            self._schemas[function] = schema_of(tool)
+        return self._schemas[function]
+
+    def is_full(self, prompt_ids: list[int]) -> bool:
+        """Does the prompt leave the server no room for a token?"""
+        context = PLACE.get().flight.load.context
+        return context is not None and len(prompt_ids) >= context
+
+    async def call_tools(self, calls: list[Call], tools: dict, rollout: Rollout) -> list[dict]:
+        """Run the calls of one message in their order: the messages that answer them."""
+        self.metrics.record("tools/parallel_calls_mean", [len(calls)])
+        results = []
+        for number, call in enumerate(calls):
+            text, failed = await self.call_tool(call, tools)
+            rollout.tool_call_count += 1
+            rollout.tool_failure_count += failed
+            results.append(
+                {"role": "tool", "name": call.name, "tool_call_id": call_id(number), "content": text}
             )
-            self._rendered = key, list(encoded["input_ids"])
-        return self._rendered[1]
+        return results
+
+    async def call_tool(self, call: Call, tools: dict) -> tuple[str, bool]:
+        """What the model is told, and whether the call failed; nothing that a tool raises ends a rollout."""
+        record, tool = self.metrics.record, tools.get(call.name)
+        if tool is not None:
+            record(f"tools/{call.name}/call_count", 1)
+            record(f"tools/{call.name}/failure_count", 0)
+        elif call.name:
+            record("tools/unknown_name_count", 1)
+            return f"error: there is no tool {call.name}; there are {', '.join(tools)}", True
+        try:
+            if call.error is not None:
+                raise ValueError(f"{call.error}: {str(call.arguments)[:SHOWN]}")
+            started = time.monotonic()
+            try:
+                return str(await self._off_loop(tool, **call.arguments)), False
+            finally:
+                for name in ("tools/latency_s", f"tools/{call.name}/latency_s"):
+                    record(name, [time.monotonic() - started])
+        except (Exception, SystemExit) as error:
+            if tool is not None:
+                record(f"tools/{call.name}/failure_count", 1)
+            return f"error: {type(error).__name__}: {error}", True
+
+    async def _off_loop(self, function, /, **arguments):
+        """Call a task's own function: a coroutine here, anything else on a thread."""
+        if is_async(function):
+            return await function(**arguments)
+        call = functools.partial(function, **arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._tool_threads, call)
 
     async def generate_one_turn(self, prompt_ids: list[int]) -> Turn:
         """One request to the group's server, with the options' sampling settings and a seed of its own."""
@@ -324,6 +418,7 @@ class RolloutLoop:
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=CLOSE_S)
             self._requests.shutdown(wait=False, cancel_futures=True)
+            self._tool_threads.shutdown(wait=False, cancel_futures=True)
             self._helpers.shutdown(wait=False, cancel_futures=True)
             if self._ready_to_close:
                 await asyncio.wait_for(self.close(), CLOSE_S)
@@ -364,9 +459,38 @@ class RolloutLoop:
             self.tokenizer.chat_template = read_template(options.chat_template)
         self.eos_ids, self.vocabulary = model_ids(options.model, source, self.tokenizer)
         self.task = load_task(options.task, options.task_kwargs)
+        self.renderer = Renderer(self.tokenizer, options.chat_template_kwargs or {}, self.eos_ids)
+        self.environments = Environments(self.task.environments)
+        self._check_tools()
         self._reward_names = source_names(self.task.rewards)
         self._reward_locks = {name: asyncio.Lock() for name in self._reward_names}
         self._rewards = ThreadPoolExecutor(max(len(self._reward_names), 1), thread_name_prefix="reward")
+
+    def _check_tools(self) -> None:
+        """Look at the tools that each kind of row will see, and at what the template makes of them."""
+        sets = [self.task.tools]
+        for name in self.task.environments:
+            environment = self.environments.take(name)
+            self.environments.give_back(name, environment)
+            methods = tools_of(environment)
+            if clash := {t.__name__ for t in methods} & {t.__name__ for t in self.task.tools}:
+                raise TypeError(f"two tools are named {clash.pop()}: one of {type(environment).__name__}")
+            if not self.task.rewards and not hasattr(environment, "get_reward"):
+                raise ValueError(
+                    f"nothing scores {type(environment).__name__}: it has no get_reward, and task "
+                    f"{self.task.name} no rewards"
+                )
+            sets.append(self.task.tools + methods)
+        schemas = [self.schema(tool) for tools in sets for tool in tools]
+        if not schemas:
+            return
+        if not self.renderer.reads_calls:
+            raise ValueError(
+                "it is not known how a model with this chat template writes tool calls: none of "
+                f"{[mark for mark, _ in FORMATS]} is in it. Give --chat_template, or override generate_one"
+            )
+        if (warning := probe(self.renderer, schemas)) is not None:
+            print(warning, flush=True)
 
     async def _in_thread(self, function, *arguments):
         return await asyncio.get_running_loop().run_in_executor(self._helpers, function, *arguments)
@@ -395,7 +519,11 @@ class RolloutLoop:
 
     def _prompts(self, position: int, finished: set[int]):
         """All prompts from `position` on, epoch after epoch in the dataset's order. Runs on a thread."""
-        dataset, size = self.task.dataset, None
+        dataset = self.task.dataset
+        if dataset is None:  # every prompt comes from a reset
+            numbers = (n for n in itertools.count(position) if n not in finished)
+            yield from (Prompt(number, 0, number, {}) for number in numbers)
+            return
         if not hasattr(dataset, "__len__"):
             yield from self._streamed_prompts(position, finished)
             return
@@ -437,6 +565,8 @@ class RolloutLoop:
             return await self._in_thread(next, prompts, None)
         group_id = self._again.popleft()
         self._attempts[group_id] += 1
+        if self.task.dataset is None:
+            return Prompt(group_id, 0, group_id, {})
         if group_id in self._streamed:
             return self._streamed[group_id]
         if not hasattr(self.task.dataset, "__len__"):
@@ -493,9 +623,9 @@ class RolloutLoop:
     async def _start_group(self, prompt: Prompt) -> None:
         """Start all rollouts of a prompt, as the servers' and the resource limit allow."""
         options, count = self.options, self.options.num_generations
-        check_prompt(prompt.row, f"dataset row {prompt.row_index}")
+        check_row(prompt.row, self.task, f"dataset row {prompt.row_index}")
         columns = {name: [value] * count for name, value in prompt.row.items() if name != "prompt"}
-        messages = prompt.row["prompt"]
+        messages = prompt.row.get("prompt") or []
         await self._until(lambda: any(map(self._slot, self.loads)), "a free slot of a server")
         load = min(filter(self._slot, self.loads), key=lambda load: load.running / load.cap)
         group = Group(
@@ -508,7 +638,7 @@ class RolloutLoop:
             version=self.link.version.value,
         )
         attempt = self._attempts[prompt.group_id]
-        flight = Flight(group, messages, load, attempt, left=count, samples=[[]] * count)
+        flight = Flight(group, prompt.row, load, attempt, left=count, samples=[[]] * count)
         self._unfinished += count
         for index in range(count):
             await self._until(lambda: self._slot(load), "a free slot of a server")
@@ -525,10 +655,8 @@ class RolloutLoop:
         place = Place(flight, index, None if limit is None else started + limit)
         PLACE.set(place)  # of this task alone
         try:
-            prompt = [dict(message) for message in flight.prompt]  # a hook may build its conversation on it
-            rollout = await asyncio.wait_for(
-                self.generate_one(prompt, self.task.tools, group.group_id), limit
-            )
+            play = self._play_in_environment if self.task.environments else self._play
+            rollout = await asyncio.wait_for(play(flight, index), limit)
         except (TimeoutError, asyncio.TimeoutError):
             if limit is None:
                 raise
@@ -546,6 +674,52 @@ class RolloutLoop:
         rollout.rollout_id = rollout_id
         self.metrics.record("rollout/duration_s", [time.monotonic() - started])
         await self._finish_rollout(flight, index, rollout)
+
+    async def _play(self, flight: Flight, index: int, tools: list = ()) -> Rollout:
+        group = flight.group
+        prompt = [
+            dict(message) for message in group.prompts[index]
+        ]  # a hook may build its conversation on it
+        return await self.generate_one(prompt, [*self.task.tools, *tools], group.group_id)
+
+    async def _play_in_environment(self, flight: Flight, index: int) -> Rollout:
+        """A rollout with an instance to itself. One that runs out of time leaves it: a tool may still run."""
+        group, where = flight.group, f"dataset row {flight.group.row_index}"
+        name = environment_name(flight.row, self.task.environments, where)
+        environment = await self._off_loop(self.environments.take, name=name)
+        kind = type(environment).__name__
+        columns = {column: value for column, value in flight.row.items() if column != "environment"}
+        try:
+            with self._timed("env/reset_s"):
+                text = await self._off_loop(environment.reset, **columns)
+        except Exception as error:
+            raise RolloutError(f"{kind}.reset failed on {where}: {type(error).__name__}: {error}") from error
+        group.prompts[index] = opened(group.prompts[index], text, where)
+        rollout = await self._play(flight, index, tools_of(environment))
+        if hasattr(environment, "get_reward"):
+            flight.earned[index] = kind, await self._environment_reward(kind, environment)
+        self.environments.give_back(name, environment)
+        return rollout
+
+    async def _environment_reward(self, kind: str, environment) -> float:
+        try:
+            with self._timed("env/reward_s"):
+                return as_reward(await self._off_loop(environment.get_reward))
+        except Exception as error:
+            return self._reward_failed(kind, f"{kind}.get_reward", error)
+
+    def _reward_failed(self, name: str, what: str, error: Exception) -> float:
+        """End the run, or under on_reward_error skip count it and score nothing."""
+        if self.options.on_reward_error == "stop":
+            raise RolloutError(f"{what}: {type(error).__name__}: {error}") from error
+        self.metrics.record(f"rewards/{name}/error_count", 1)
+        return math.nan
+
+    @contextlib.contextmanager
+    def _timed(self, name: str):
+        started = time.monotonic()
+        yield
+        self.metrics.record(name, [time.monotonic() - started])
 
     async def _finish_rollout(self, flight: Flight, index: int, rollout: Rollout) -> None:
         group = flight.group
@@ -641,6 +815,8 @@ class RolloutLoop:
         for (name, _), answer in zip(functions, answers, strict=True):
             sources[name] = np.full(len(group.rollouts), np.nan)
             sources[name][scored] = answer
+        for index, (kind, reward) in flight.earned.items():
+            sources.setdefault(kind, np.full(len(group.rollouts), np.nan))[index] = reward
         if any(rollout.reward is not None for rollout in group.rollouts):
             sources["rollout"] = as_rewards(
                 [rollout.reward for rollout in group.rollouts], len(group.rollouts)
@@ -657,10 +833,7 @@ class RolloutLoop:
                 result = await asyncio.get_running_loop().run_in_executor(self._rewards, call)
             return as_rewards(result, count)
         except Exception as error:
-            if self.options.on_reward_error == "stop":
-                raise RolloutError(f"reward function {name}: {type(error).__name__}: {error}") from error
-            self.metrics.record(f"rewards/{name}/error_count", 1)
-            return np.full(count, np.nan)
+            return np.full(count, self._reward_failed(name, f"reward function {name}", error))
 
     def _record_group(self, flight: Flight, reason: str | None) -> None:
         group = flight.group
@@ -670,6 +843,12 @@ class RolloutLoop:
         if reason is not None:
             self.metrics.record("reward_dropped", rewards)
         rollouts = [r for i, r in enumerate(group.rollouts) if i not in flight.abandoned]
+        if self.task.tools or self.task.environments:
+            calls = sum(r.tool_call_count for r in rollouts)
+            self.metrics.record("tools/call_frequency", (calls, len(rollouts)))
+            self.metrics.record(
+                "tools/failure_frequency", (sum(r.tool_failure_count for r in rollouts), calls)
+            )
         if rollouts:
             for name, value in completion_metrics(rollouts, self.eos_ids).items():
                 self.metrics.record(name, value)
@@ -704,10 +883,11 @@ class RolloutLoop:
         except ServerError:
             pass  # a server without that route, or one that is down: its requests are retried
         try:
+            if load.context is None:
+                load.context = (await self._in_thread(load.server.models))[0]["max_model_len"]
             values = await self._in_thread(load.server.metrics)
             if not load.measured and "kv_cache_size_tokens" in values:
-                models = await self._in_thread(load.server.models)
-                load.cap = max(1, int(values["kv_cache_size_tokens"] / models[0]["max_model_len"]))
+                load.cap = max(1, int(values["kv_cache_size_tokens"] / load.context))
                 load.measured = True
         except ServerError:
             return looked
@@ -776,14 +956,16 @@ def load_loop(spec) -> type[RolloutLoop]:
     return found
 
 
-def check_task(task: Task, loop: type[RolloutLoop]) -> None:
-    """ValueError for a task that the loop can make nothing of."""
+def check_task(task: Task, loop: type[RolloutLoop], options) -> None:
+    """ValueError for a task that the loop can make nothing of, or an option without effect on it."""
+    if task.dataset is None and options.max_steps < 1:
+        raise ValueError(f"task {task.name} has no dataset, so nothing ends the run: set --max_steps")
     if loop.generate_one is not RolloutLoop.generate_one:
         return
-    if not task.rewards:
+    if not task.rewards and not task.environments:
         raise ValueError(f"task {task.name} has no rewards: nothing would be learnt")
-    if task.tools:
-        raise ValueError(f"task {task.name} has tools, but a rollout of this loop is one turn without calls")
+    if options.max_tool_calling_iterations is not None and not task.tools and not task.environments:
+        raise ValueError(f"--max_tool_calling_iterations has no effect: task {task.name} has no tools")
 
 
 def model_ids(model: str, source: dict, tokenizer) -> tuple[set[int], int | None]:
@@ -933,7 +1115,7 @@ class RolloutProcess:
                 raise TypeError(f"option {name} cannot be handed to the rollout process: {error}") from error
         source = locate(self.options.task, "task")
         if not inspect.isfunction(source):
-            reward_functions(source, str(self.options.task))
+            functions_of(source, str(self.options.task))
         load_loop(self.options.rollout_loop)
         self._link.version.value = version
         self._link.beat.value = time.monotonic()

@@ -1,6 +1,6 @@
 """Scoring: what reward functions return -> the rewards of a group, whether it is kept, and its metrics.
 
-Never: turn a missing reward into a zero (tests/test_rollout.py::test_group_scoring_case).
+Never: turn a missing reward into a zero (tests/test_scoring.py::test_group_scoring_case).
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def completion_metrics(rollouts: list[Rollout], eos_ids: set[int]) -> dict:
     """completions/*: lengths in generated tokens, the share that was cut, the share that is a repetition."""
     lengths = [sum(len(turn.output_ids) for turn in r.turns) for r in rollouts]
     ended = [
-        bool(r.turns) and len(r.turns[-1].output_ids) > 0 and r.turns[-1].output_ids[-1] in eos_ids
+        bool(r.turns and len(r.turns[-1].output_ids))
+        and r.turns[-1].output_ids[-1] in eos_ids
+        and not r.out_of_room
         for r in rollouts
     ]
     different = {tuple(tuple(turn.output_ids) for turn in r.turns) for r in rollouts}

@@ -285,7 +285,7 @@ def check_inputs(options: Options, rollouts) -> Path | None:
     if rollouts is None and int(os.environ.get("RANK", 0)) == 0:
         loop = option_of("rollout_loop", load_loop, options.rollout_loop)
         task = option_of("task", load_task, options.task, options.task_kwargs)
-        option_of("task", check_task, task, loop)
+        option_of("task", check_task, task, loop, options)
         if options.chat_template:
             option_of("chat_template", read_template, options.chat_template)
     wanted = options.resume_from_checkpoint

@@ -19,6 +19,7 @@ def test_defaults_are_valid_and_documented():
     [
         ("num_generations", 1),
         ("temperature", 0.0),
+        ("max_tool_calling_iterations", 0),
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("min_p", 1.0),
@@ -93,4 +94,4 @@ def test_a_bad_command_line_is_one_line_and_exit_code_2(arguments, capsys):
 
 def test_the_list_of_options_grows_by_decision_only():
     """Adding an option is a decision: add it here too, and to README."""
-    assert len(dataclasses.fields(Options)) == 62
+    assert len(dataclasses.fields(Options)) == 63

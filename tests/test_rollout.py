@@ -20,35 +20,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import rollout_tasks
+from cases import case, reduced
 from fake_server import EOS, VOCABULARY, FakeServer
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import rollout
 from conversation import read_template
 from options import Options
 from rollout import (
     DeathMessage,
-    Group,
     GroupMessage,
     Link,
     MetricsMessage,
-    Rollout,
     RolloutError,
-    RolloutLoop,
     RolloutProcess,
-    Turn,
     next_cap,
-    samples_of,
 )
-from scoring import completion_metrics, drop_reason, total_rewards
-from task import load_task
 
 HERE = Path(__file__).parent
-
-
-def case(name: str) -> dict:
-    return json.loads((HERE / "data" / "cases" / f"{name}.json").read_text())
 
 
 @pytest.fixture(scope="session")
@@ -146,187 +134,7 @@ class Run:
         return buffer.values
 
 
-# ---- turns -> samples
-
-
-def turn(prompt, output, **more) -> Turn:
-    return Turn(prompt, output, [-0.1 * (i + 1) for i in range(len(output))], **more)
-
-
-def samples(*turns, version=3):
-    return samples_of(Rollout([], [], list(turns), rollout_id=5), group_id=1, row_index=0, version=version)
-
-
-def test_rerendered_history_starts_a_new_sample():
-    given, expect = case("A04_rerendered_history")["given"], case("A04_rerendered_history")["expect"]
-    turns = [Turn(t["prompt_ids"], t["output_ids"], t["output_log_probs"]) for t in given["turns"]]
-    made, drift = samples(*turns)
-    assert len(made) == expect["samples_per_rollout"]
-    for sample, wanted in zip(made, expect["samples"], strict=True):
-        assert sample.input_ids.tolist() == wanted["input_ids"]
-        assert sample.trained.astype(int).tolist() == wanted["completion_mask"]
-        np.testing.assert_allclose(sample.sampler_logp, wanted["old_log_probs"], atol=1e-7)
-    assert drift == [expect["drift_tokens_max"]]
-    assert sum(int(s.trained.sum()) for s in made) == expect["trained_tokens_total"]
-
-
-def test_turn_that_repeats_all_held_tokens_continues_the_sample():
-    (sample,), drift = samples(turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 9, 9], [5, 6]))
-    assert sample.input_ids.tolist() == [1, 2, 3, 4, 9, 9, 5, 6]
-    assert sample.trained.astype(int).tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert drift == [0] and sample.rollout_id == 5 and sample.group_id == 1
-
-
-def test_one_token_of_drift_is_enough_to_fork():
-    made, drift = samples(turn([1, 2], [3, 4]), turn([1, 2, 3, 7, 9], [5]))
-    assert len(made) == 2 and drift == [1]
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.booleans(), st.lists(st.integers(0, 3), min_size=1), st.lists(st.integers(0, 3), min_size=1)
-        ),
-        min_size=1,
-        max_size=5,
-    )
-)
-@settings(max_examples=100, deadline=None)
-def test_every_generated_token_is_trained_in_exactly_one_sample(plan):
-    turns, held = [], []
-    for continues, context, output in plan:
-        prompt = held + context if continues else context
-        turns.append(turn(prompt, output))
-        held = prompt + output
-    made, drift = samples(*turns)
-    trained = [token for s in made for token in s.input_ids[s.trained].tolist()]
-    assert trained == [token for t in turns for token in t.output_ids]
-    assert len(drift) == len(turns) - 1 and len(made) == 1 + sum(d > 0 for d in drift)
-
-
-def test_masked_tokens_are_context_and_a_sample_without_trained_ones_is_not_made():
-    (sample,), _ = samples(turn([1], [3, 4], output_mask=[0, 1]), turn([8], [9], output_mask=[0]))
-    assert sample.trained.tolist() == [False, False, True]
-
-
-def test_first_token_is_never_trained():
-    (sample,), _ = samples(turn([], [3, 4]))
-    assert sample.trained.tolist() == [False, True]
-
-
-def test_candidates_and_top_lists_stay_with_their_tokens():
-    first = turn([1, 2], [3, 4], candidate_ids=[[3, 8], [4]], topk=[{3: -0.1, 8: -0.5}, {4: -0.2}])
-    arrays = (np.array([[5, 7, 6]], np.int32), np.array([[-0.1, -0.2, -0.3]], np.float32))
-    second = turn([1, 2, 3, 4, 9], [5], candidate_ids=(np.array([5, 6]), np.array([0, 2])), topk=arrays)
-    third = turn([1, 2, 3, 4, 9, 5], [6])
-    (sample,), _ = samples(first, second, third)
-    values, offsets = sample.candidate_ids
-    lists = [values[a:b].tolist() for a, b in zip(offsets, offsets[1:], strict=False)]
-    assert lists == [[], [], [3, 8], [4], [], [5, 6], []]
-    assert sample.topk_ids[[2, 3, 5]].tolist() == [[3, 8, -1], [4, -1, -1], [5, 7, 6]]
-    assert (sample.topk_ids[[0, 1, 4, 6]] == -1).all() and np.isneginf(sample.topk_logp[6]).all()
-    assert sample.topk_logp[2, 1] == np.float32(-0.5)
-
-
-def test_sample_carries_the_oldest_version_of_its_own_tokens():
-    one, two = samples(
-        turn([1], [3, 4], versions=np.array([6, 7], np.int32)),
-        turn([9], [5, 6], versions=np.array([8, 8], np.int32)),
-        version=6,
-    )[0]
-    assert (one.version, two.version) == (6, 8)
-    assert one.token_version[one.trained].tolist() == [6, 7]
-    assert samples(turn([1], [3]), version=4)[0][0].version == 4
-
-
-def test_log_probabilities_that_do_not_fit_the_tokens_are_an_error():
-    with pytest.raises(RolloutError, match="rollout 5: 2 tokens but 1 log-probabilities"):
-        samples(Turn([1], [3, 4], [-0.1]))
-
-
-# ---- scoring
-
-
-def group_of(rewards) -> Group:
-    return Group([], [], {}, np.array(rewards, dtype=np.float64), 0, 0, 0)
-
-
-def test_group_scoring_case():
-    expect = case("A01_group_scoring")["expect"]
-    for one in case("A01_group_scoring")["given"]["groups"]:
-        rewards = one.get("rewards") or [eval(text) for text in one["rewards_as_expressions"]]
-        column = np.array(
-            [np.nan if value in (None, "NaN") else value for value in rewards], dtype=np.float64
-        )
-        group = group_of(total_rewards({"f": column}, len(column)))
-        advantages = RolloutLoop.compute_advantages(None, group)
-        assert not np.isnan(advantages).any()
-        wanted = expect[one["name"]]
-        dropped = True if one["name"] == "equal_up_to_rounding" else wanted["dropped"]
-        assert (drop_reason(group.rewards) is not None) == dropped
-        if "advantages" in wanted:
-            np.testing.assert_allclose(advantages, wanted["advantages"], rtol=0, atol=wanted["tolerance"])
-            assert advantages[1] == 0.0 == advantages[3]
-
-
-def test_sources_are_summed_and_a_rollout_nobody_scored_stays_unscored():
-    sources = {"a": np.array([1.0, np.nan, np.nan]), "b": np.array([2.0, 5.0, np.nan])}
-    np.testing.assert_array_equal(total_rewards(sources, 3), [3.0, 5.0, np.nan])
-    np.testing.assert_array_equal(total_rewards({}, 2), [np.nan, np.nan])
-
-
-@pytest.mark.parametrize(
-    "rewards, reason",
-    [
-        ([1, 1 + 5e-9, np.nan], "equal rewards"),
-        ([1, 1 + 5e-8], None),
-        ([1e6, 1e6 + 1e-3], "equal rewards"),
-        ([1, np.nan], "fewer than two scored"),
-        ([np.nan, np.nan], "fewer than two scored"),
-    ],
-)
-def test_groups_are_dropped_by_comparing_rewards(rewards, reason):
-    assert drop_reason(np.array(rewards, dtype=np.float64)) == reason
-
-
-def test_completion_metrics_case():
-    given, expect = case("A08_metric_definitions")["given"], case("A08_metric_definitions")["expect"]
-    rollouts = [Rollout([], [], [turn([1], ids) for ids in turns]) for turns in given["completions"].values()]
-    values = completion_metrics(rollouts, set(given["eos_token_ids"]))
-    for name in ("mean_length", "min_length", "max_length", "clipped_ratio"):
-        assert reduced(values[f"completions/{name}"]) == pytest.approx(expect[f"completions/{name}"])
-    for name in ("mean", "min", "max"):
-        name = f"completions/{name}_terminated_length"
-        assert reduced(values[name]) == pytest.approx(expect[name])
-    group = [
-        Rollout([], [], [turn([1], ids) for ids in turns]) for turns in given["group_for_duplicates"].values()
-    ]
-    duplicates = completion_metrics(group, {100})["completions/duplicate_frac"]
-    assert reduced(duplicates) == expect["completions/duplicate_frac"]
-
-
-def reduced(value) -> float:
-    if isinstance(value, tuple):
-        return value[0] / value[1]
-    return float(np.mean(value)) if isinstance(value, list) else value
-
-
-def test_metrics_buffer_joins_values_as_their_names_say():
-    buffer = rollout.MetricsBuffer()
-    for value in (2, 5, 1):
-        buffer.record("rollout/turns_max", value)
-        buffer.record("completions/min_length", value)
-        buffer.record("rollout/vllm_retry_count", value)
-        buffer.record("rollout/concurrency", value)
-        buffer.record("rollout/fork_frac", (value, 10))
-    assert buffer.take() == {
-        "rollout/turns_max": 5,
-        "completions/min_length": 1,
-        "rollout/vllm_retry_count": 8,
-        "rollout/concurrency": [2, 5, 1],
-        "rollout/fork_frac": (8, 30),
-    }
-    assert buffer.take() == {}
+# ---- server load
 
 
 @pytest.mark.parametrize(
@@ -343,46 +151,6 @@ def test_metrics_buffer_joins_values_as_their_names_say():
 )
 def test_server_cap_follows_its_load(cap, running, finished, kv_usage, waiting, wanted):
     assert next_cap(cap, running, finished, kv_usage, waiting) == wanted
-
-
-# ---- tasks
-
-
-@pytest.mark.parametrize(
-    "spec, error, text",
-    [
-        ("tasks/absent.py", ValueError, "no file tasks/absent.py"),
-        ("absent_module", ValueError, "no module absent_module"),
-        ("rollout_tasks:absent", ValueError, "rollout_tasks has no absent"),
-        ("rollout_tasks", ValueError, "rollout_tasks has no dataset"),
-        ("rollout_tasks:empty", ValueError, "dataset of task rollout_tasks:empty is empty"),
-        ("rollout_tasks:no_prompt", ValueError, r"no column `prompt`; its columns are \['question'\]"),
-        ("rollout_tasks:plain_text", ValueError, "not conversational"),
-        ("rollout_tasks:image", ValueError, "row 0 .* holds an image"),
-        ("rollout_tasks:closure", TypeError, "closure.<locals>.<lambda> .* lambda or closure"),
-    ],
-)
-def test_unusable_tasks_are_refused_by_name(spec, error, text):
-    with pytest.raises(error, match=text):
-        load_task(spec, {})
-
-
-def test_task_is_found_by_path_and_by_module(tmp_path):
-    file = tmp_path / "numbers.py"
-    file.write_text(
-        textwrap.dedent("""
-            def dataset(size, start=0):
-                return [{"prompt": [{"role": "user", "content": str(start + i)}]} for i in range(size)]
-            def good(completions, **_):
-                return [0.0] * len(completions)
-            rewards = good
-        """)
-    )
-    task = load_task(str(file), {"size": 3, "start": 5})
-    assert len(task.dataset) == 3 and task.rewards[0].__name__ == "good"
-    assert load_task("rollout_tasks:lengths", {"size": 2}).dataset == rollout_tasks.prompts(2)
-    with pytest.raises(ValueError, match=r"task_kwargs \['size'\]: nothing in task .* takes them"):
-        load_task("rollout_tasks:Fixed", {"size": 2})
 
 
 # ---- generation
