@@ -238,14 +238,15 @@ class Renderer:
         return held + whole[end + 1 :]
 
     def ids(self, messages: list[dict], schemas: list[dict] | None, add_generation_prompt: bool) -> list[int]:
-        encoded = self.tokenizer.apply_chat_template(
+        text = self.tokenizer.apply_chat_template(
             [renderable(message) for message in messages],
             tools=schemas or None,
             add_generation_prompt=add_generation_prompt,
-            return_dict=True,
+            tokenize=False,
             **self.template_kwargs,
         )
-        return list(encoded["input_ids"])
+        text = text.encode(errors="replace").decode()  # half a surrogate pair is no text to a tokenizer
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def reply(self, turn: Turn, schemas: list[dict] | None) -> tuple[dict, list[Call]]:
         """The assistant's message and the calls in it. A message that was cut short calls nothing."""
@@ -329,7 +330,7 @@ def mistral_calls(text: str) -> tuple[str, list[Call]]:
 def listed_calls(text: str) -> list[Call]:
     try:
         listed, _ = json.JSONDecoder().raw_decode(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return [Call("", text, f"the list of calls is not JSON ({error})")]
     return [call_of(value) for value in listed]
 
@@ -368,7 +369,7 @@ def llama_calls(text: str) -> tuple[str, list[Call]]:
     while body:
         try:
             value, end = decoder.raw_decode(body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             calls.append(Call("", body, f"the call is not JSON ({error})"))
             break
         calls.append(call_of(value))
@@ -388,7 +389,7 @@ FORMATS = [  # what a chat template mentions -> how its model writes calls
 def call_in(text: str) -> Call:
     try:
         return call_of(json.loads(text))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return Call("", text.strip(), f"the call is not JSON ({error})")
 
 
@@ -404,7 +405,7 @@ def checked(call: Call) -> Call:
     if isinstance(call.arguments, str):
         try:
             call.arguments = json.loads(call.arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             call.error = f"the arguments are not JSON ({error})"
             return call
     if not isinstance(call.arguments, dict):

@@ -250,12 +250,19 @@ def test_sampled_tokens_are_kept_even_where_the_tokenizer_would_split_otherwise(
 
 
 def test_malformed_calls_can_be_rendered():
-    renderer = renderer_of("{% for m in messages %}{% for c in m.tool_calls or [] %}"
-                           "{{ c.function.name }}{% for k, v in c.function.arguments.items() %}{{ k }}{% endfor %}"
-                           "{% endfor %}{{ m.content }}{% endfor %}")  # fmt: skip
+    items = "{% for name, value in c.function.arguments.items() %}{{ name }}{% endfor %}"
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}" + items + "{% endfor %}"
+    renderer = renderer_of("{% for m in messages %}" + calls + "{{ m.content }}{% endfor %}")
     for call in (Call("", "{", "not JSON"), Call("add", [1], "no object"), Call("add", None, "no object")):
         message = {"role": "assistant", "content": "", "tool_calls": [conversation.entry(call)]}
         assert renderer.ids([message], None, False)
+
+
+def test_half_a_surrogate_pair_that_a_model_escaped_is_rendered():
+    renderer = renderer_of()
+    message, (call,) = renderer.reply(said(renderer, TEXT_CALL.replace("2", '"\\ud83d"')), SCHEMAS)
+    assert call.arguments == {"a": "\ud83d", "b": 3}
+    assert renderer.ids([*QUESTION, message], SCHEMAS, False)
 
 
 def test_replies_are_parsed_by_transformers_where_the_tokenizer_says_how():
