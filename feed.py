@@ -22,9 +22,10 @@ from dataclasses import dataclass
 
 from checkpoint import Progress
 from client import Notice
+from conversation import RolloutError
+from messages import DeathMessage, EndMessage, GroupMessage, MetricsMessage
 from metrics import Window
 from packing import Row, Sample, pack
-from rollout import DeathMessage, EndMessage, GroupMessage, MetricsMessage, RolloutError
 
 WAITING = "waiting"  # nothing yet; the ranks are told so, so that their collectives do not time out
 STARVED_S = 30.0  # a queue that stays empty this long gets what the planner holds back trained

@@ -78,6 +78,8 @@ class Options:
         "stop", ["stop", "skip"], "what a reward function that fails does to the run"
     )
     max_staleness: int = option(4, "weight updates generation may run ahead of training")
+    record: str | None = option(None, "write every group that is generated to this file")
+    replay: str | None = option(None, "train from a recorded file instead of servers, one pass over it")
     log_completions: bool = option(False, "print completions with their rewards once per logging window")
     num_completions_to_print: int | None = option(None, "how many of them (none = all)")
 
@@ -230,11 +232,24 @@ def check(options: Options) -> Options:
         raise OptionError(f"--lr_scheduler_type {options.lr_scheduler_type} decays over --max_steps; set it")
     if not options.score_centering and options.score_centering_tail != "rescaled":
         raise OptionError("--score_centering_tail has no effect with --score_centering false; leave it out")
+    if options.replay is not None:
+        check_replay(options)
     if "embedded" in options.vllm_server_base_url and not options.embedded:
         raise OptionError(
             "--vllm_server_base_url embedded stands alone: it cannot be mixed with other servers"
         )
     return options
+
+
+def check_replay(options: Options) -> None:
+    """A replay has no servers, no rollout process and no prompts of its own."""
+    if not Path(options.replay).is_file():
+        raise OptionError(f"--replay {options.replay}: there is no such file; --record FILE writes one")
+    if options.token_budget is None:
+        raise OptionError("--replay needs --token_budget: no server tells its max_model_len")
+    for name in ("record", "log_completions"):
+        if getattr(options, name):
+            raise OptionError(f"--{name} has no effect with --replay: nothing is generated; leave it out")
 
 
 def parse(arguments: list[str]) -> Options:
@@ -274,7 +289,7 @@ def parse_or_exit(arguments: list[str]) -> Options:
     """`parse` and `check`; a bad option is one line on stderr and exit code 2."""
     try:
         options = check(parse(arguments))
-        if not options.task:
+        if not options.task and options.replay is None:
             raise OptionError("--task is required: a module with dataset() and rewards, e.g. tasks/sort.py")
         return options
     except OptionError as error:

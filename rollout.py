@@ -57,7 +57,9 @@ from conversation import (
     read_template,
     samples_of,
 )
+from messages import DeathMessage, EndMessage, GroupMessage, MetricsMessage
 from packing import Sample
+from recording import Recording
 from scoring import (
     Group,
     MetricsBuffer,
@@ -92,36 +94,6 @@ CLOSE_S = 5.0  # seconds for close(), and for what is in flight, when the loop e
 MEMORY = 512  # rollouts that the running mean of their tokens looks back on
 SHOWN = 200  # characters of a malformed call that the model is shown again
 STREAMED_ROWS = 4096  # rows of a streaming dataset that can still be sampled again
-
-# -------------------------------------------------------------------------------------------------- messages
-
-
-@dataclass
-class GroupMessage:
-    """One prompt of an epoch is through: its samples, or why there are none."""
-
-    group_id: int
-    samples: list[Sample]
-    dropped: str | None
-    dataset_size: int | None  # None = streaming, and the end was not seen yet
-    generated: dict[str, int]  # samples and tokens that were generated, dropped ones too
-
-
-@dataclass
-class EndMessage:
-    """No new prompt is left; a run that is resumed at its end learns the dataset's size from nothing else."""
-
-    dataset_size: int
-
-
-@dataclass
-class MetricsMessage:
-    values: dict  # name -> number, list (mean over all of them) or (numerator, denominator)
-
-
-@dataclass
-class DeathMessage:
-    traceback: str
 
 
 # ----------------------------------------------------------------------------------------------- server load
@@ -1102,6 +1074,7 @@ class RolloutProcess:
         self._link = Link(self._context)
         self._process = None
         self._death: str | None = None
+        self._recording = None
 
     def start(self, position: int, finished: set[int], version: int) -> None:
         """Sample from prompt `position` on, without `finished`; nothing starts before the first `publish`.
@@ -1117,6 +1090,8 @@ class RolloutProcess:
         if not inspect.isfunction(source):
             functions_of(source, str(self.options.task))
         load_loop(self.options.rollout_loop)
+        if self.options.record:
+            self._recording = Recording(self.options.record, go_on=version > 0 or position > 0)
         self._link.version.value = version
         self._link.beat.value = time.monotonic()
         self._process = self._context.Process(
@@ -1140,7 +1115,16 @@ class RolloutProcess:
                 return
             if isinstance(message, DeathMessage):
                 self._death = message.traceback
+            if self._recording and isinstance(message, GroupMessage):
+                self._record(message)
             self.queue.put(message)
+
+    def _record(self, message: GroupMessage) -> None:
+        try:
+            self._recording.write(message)
+        except OSError as error:  # a full disk does not end a run that trains
+            print(f"--record {self.options.record}: {error}; nothing more is written to it", flush=True)
+            self._recording = None
 
     def publish(self, version: int, allowance: int, again=()) -> None:
         """The servers hold `version`; `allowance` raw tokens, since the start, may be sent or in flight.

@@ -52,6 +52,7 @@ from loss import Head, Objective, head_of, microbatch_weight, policy_loss, step_
 from metrics import Logger, Stopwatch, Window, peak_flops, term_metrics
 from options import OptionError, Options, check, describe, parse_or_exit
 from packing import Planner, Row, row_cost_from_config
+from recording import NoServers, Replay
 from rollout import RolloutProcess, check_task, load_loop
 from sync import WeightSync
 from task import load_task
@@ -76,6 +77,9 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
     replaced by anything with the same methods, see README. Only rank 0 uses `rollouts`.
     """
     check(options)
+    if options.replay:
+        rollouts, sync = option_of("replay", Replay, options.replay), NoServers()
+        options = replace(options, num_train_epochs=1.0)
     start = check_inputs(options, rollouts)
     with ExitStack() as ends:
         ranks = join_ranks(options)

@@ -212,3 +212,16 @@ def test_after_an_update_the_server_samples_from_the_trainers_weights(server):
     assert before.abs().max() > 0.05
     assert after.abs().max() < 1e-4
     assert np.all(server.complete([1, 2], max_tokens=4, seed=0).versions == 7)
+
+
+def test_replayed_losses_are_equal_bit_for_bit(tmp_path):
+    """The same samples in the same rows: no server is started, and nothing is rounded otherwise."""
+    recorded = str(tmp_path / "groups.jsonl")
+    runs = {"live": ["--record", recorded], "replayed": ["--replay", recorded]}
+    found = {}
+    for name, arguments in runs.items():
+        done = run(tmp_path / name, *arguments, "--max_steps", "3", "--save_steps", "0")
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        found[name] = [(r["loss"], r["grad_norm"], r["reward_kept"]) for r in map(json.loads, lines)]
+    assert len(found["live"]) == 3 and found["replayed"] == found["live"]

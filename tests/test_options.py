@@ -49,6 +49,10 @@ def test_a_value_out_of_range_is_refused_with_its_name_and_range(name, value):
         ({"score_centering": False, "score_centering_tail": "drop"}, "no effect"),
         ({"vllm_importance_sampling_clip_min": 5.0}, "must be below"),
         ({"vllm_server_base_url": ["embedded", "http://x"]}, "stands alone"),
+        ({"replay": "absent.jsonl"}, "there is no such file"),
+        ({"replay": __file__}, "needs --token_budget"),
+        ({"replay": __file__, "token_budget": 9, "record": "x"}, "--record has no effect with --replay"),
+        ({"replay": __file__, "token_budget": 9, "log_completions": True}, "--log_completions has no effect"),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(values, text):
@@ -94,4 +98,4 @@ def test_a_bad_command_line_is_one_line_and_exit_code_2(arguments, capsys):
 
 def test_the_list_of_options_grows_by_decision_only():
     """Adding an option is a decision: add it here too, and to README."""
-    assert len(dataclasses.fields(Options)) == 63
+    assert len(dataclasses.fields(Options)) == 65
