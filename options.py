@@ -78,6 +78,10 @@ class Options:
         "stop", ["stop", "skip"], "what a reward function that fails does to the run"
     )
     max_staleness: int = option(4, "weight updates generation may run ahead of training")
+    eval_dataset: str | None = option(
+        None, "held-out prompts: path.py:function, module:function, or a .jsonl or .parquet file"
+    )
+    eval_steps: int | None = option(None, "optimizer steps between evaluations; the first is at the start")
     record: str | None = option(None, "write every group that is generated to this file")
     replay: str | None = option(None, "train from a recorded file instead of servers, one pass over it")
     log_completions: bool = option(False, "print completions with their rewards once per logging window")
@@ -186,6 +190,7 @@ RANGES = [
     ("rollout_timeout", lambda v: v is None or v > 0, "above 0 seconds, or none"),
     ("rollout_worker_timeout", lambda v: v > 0, "above 0 seconds"),
     ("max_staleness", lambda v: v >= 0, "0 or more"),
+    ("eval_steps", lambda v: v is None or v >= 1, "at least 1, or none"),
     ("num_completions_to_print", lambda v: v is None or v >= 1, "at least 1, or none"),
     ("num_sampler_logprobs", lambda v: v >= 1, "at least 1"),
     ("epsilon", lambda v: 0 <= v < 1, "in [0, 1)"),
@@ -232,6 +237,13 @@ def check(options: Options) -> Options:
         raise OptionError(f"--lr_scheduler_type {options.lr_scheduler_type} decays over --max_steps; set it")
     if not options.score_centering and options.score_centering_tail != "rescaled":
         raise OptionError("--score_centering_tail has no effect with --score_centering false; leave it out")
+    if (options.eval_dataset is None) != (options.eval_steps is None):
+        raise OptionError("--eval_dataset and --eval_steps have an effect only together")
+    if options.eval_steps is not None and options.eval_steps % options.weight_sync_steps:
+        raise OptionError(
+            f"--eval_steps {options.eval_steps} must be a multiple of --weight_sync_steps "
+            f"{options.weight_sync_steps}: servers evaluate the weights they have"
+        )
     if options.replay is not None:
         check_replay(options)
     if "embedded" in options.vllm_server_base_url and not options.embedded:
@@ -247,7 +259,7 @@ def check_replay(options: Options) -> None:
         raise OptionError(f"--replay {options.replay}: there is no such file; --record FILE writes one")
     if options.token_budget is None:
         raise OptionError("--replay needs --token_budget: no server tells its max_model_len")
-    for name in ("record", "log_completions"):
+    for name in ("record", "log_completions", "eval_dataset"):
         if getattr(options, name):
             raise OptionError(f"--{name} has no effect with --replay: nothing is generated; leave it out")
 

@@ -77,6 +77,7 @@ from task import (
     Task,
     check_row,
     environment_name,
+    eval_rows,
     functions_of,
     load_task,
     locate,
@@ -149,6 +150,7 @@ class Flight:
     load: Load
     attempt: int  # how often this prompt was sampled before
     left: int  # rollouts not finished yet
+    prefix: str = ""  # of its metrics' names: eval/ in an evaluation
     abandoned: set[int] = field(default_factory=set)  # rollouts that ran out of time
     earned: dict[int, tuple[str, float]] = field(default_factory=dict)  # environment's class, its reward
     samples: list[list[Sample]] = field(default_factory=list)  # per rollout
@@ -266,7 +268,7 @@ class RolloutLoop:
                 rollout.out_of_room = True
                 break
         if tools:
-            self.metrics.record("tools/loop_exhausted_frac", (int(exhausted), 1))
+            self.record("tools/loop_exhausted_frac", (int(exhausted), 1))
         return rollout
 
     def render(self, messages: list[dict], schemas: list[dict] | None = None) -> list[int]:
@@ -286,7 +288,7 @@ class RolloutLoop:
 
     async def call_tools(self, calls: list[Call], tools: dict, rollout: Rollout) -> list[dict]:
         """Run the calls of one message in their order: the messages that answer them."""
-        self.metrics.record("tools/parallel_calls_mean", [len(calls)])
+        self.record("tools/parallel_calls_mean", [len(calls)])
         results = []
         for number, call in enumerate(calls):
             text, failed = await self.call_tool(call, tools)
@@ -299,7 +301,7 @@ class RolloutLoop:
 
     async def call_tool(self, call: Call, tools: dict) -> tuple[str, bool]:
         """What the model is told, and whether the call failed; nothing that a tool raises ends a rollout."""
-        record, tool = self.metrics.record, tools.get(call.name)
+        record, tool = self.record, tools.get(call.name)
         if tool is not None:
             record(f"tools/{call.name}/call_count", 1)
             record(f"tools/{call.name}/failure_count", 0)
@@ -395,11 +397,12 @@ class RolloutLoop:
             if self._ready_to_close:
                 await asyncio.wait_for(self.close(), CLOSE_S)
 
-    def _spawn(self, coroutine) -> None:
+    def _spawn(self, coroutine) -> asyncio.Task:
         """Run a coroutine beside the others; what it raises ends the loop."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
@@ -415,6 +418,8 @@ class RolloutLoop:
         await self._until(lambda: self.link.allowance.value > 0, "the first weights to reach the servers")
         await self._look_at_servers()
         self._spawn(self._watch_servers())
+        if self.eval_rows:
+            self._spawn(self._evaluate_on_time())
         await self._start_groups(position, finished)
 
     def _load(self) -> None:
@@ -431,6 +436,7 @@ class RolloutLoop:
             self.tokenizer.chat_template = read_template(options.chat_template)
         self.eos_ids, self.vocabulary = model_ids(options.model, source, self.tokenizer)
         self.task = load_task(options.task, options.task_kwargs)
+        self.eval_rows = eval_rows(options.eval_dataset, self.task) if options.eval_dataset else []
         self.renderer = Renderer(self.tokenizer, options.chat_template_kwargs or {}, self.eos_ids)
         self.environments = Environments(self.task.environments)
         self._check_tools()
@@ -594,35 +600,46 @@ class RolloutLoop:
 
     async def _start_group(self, prompt: Prompt) -> None:
         """Start all rollouts of a prompt, as the servers' and the resource limit allow."""
-        options, count = self.options, self.options.num_generations
         check_row(prompt.row, self.task, f"dataset row {prompt.row_index}")
-        columns = {name: [value] * count for name, value in prompt.row.items() if name != "prompt"}
-        messages = prompt.row.get("prompt") or []
         await self._until(lambda: any(map(self._slot, self.loads)), "a free slot of a server")
-        load = min(filter(self._slot, self.loads), key=lambda load: load.running / load.cap)
+        flight = self._flight(prompt)
+        self._unfinished += flight.left
+        for index in range(flight.left):
+            await self._until(lambda: self._slot(flight.load), "a free slot of a server")
+            rollout_id = prompt.group_id * self.options.num_generations + index
+            self._take_slot(flight, rollout_id)
+            self._spawn(self._run_rollout(flight, index, rollout_id))
+
+    def _flight(self, prompt: Prompt, prefix: str = "") -> Flight:
+        """A group that is about to start, on the server that is least loaded."""
+        count = self.options.num_generations
         group = Group(
             rollouts=[None] * count,
-            prompts=[messages] * count,
-            reward_kwargs=columns,
+            prompts=[prompt.row.get("prompt") or []] * count,
+            reward_kwargs={name: [v] * count for name, v in prompt.row.items() if name != "prompt"},
             rewards=None,
             group_id=prompt.group_id,
             row_index=prompt.row_index,
             version=self.link.version.value,
         )
+        load = min(filter(self._slot, self.loads), key=lambda load: load.running / load.cap)
         attempt = self._attempts[prompt.group_id]
-        flight = Flight(group, prompt.row, load, attempt, left=count, samples=[[]] * count)
-        self._unfinished += count
-        for index in range(count):
-            await self._until(lambda: self._slot(load), "a free slot of a server")
-            rollout_id = prompt.group_id * options.num_generations + index
-            load.running += 1
-            self._running[rollout_id] = time.monotonic()
-            self._spawn(self._run_rollout(flight, index, rollout_id))
+        return Flight(group, prompt.row, load, attempt, left=count, prefix=prefix, samples=[[]] * count)
 
     def _slot(self, load: Load) -> bool:
         return load.running < load.cap and len(self._running) < self.options.max_concurrent_rollouts
 
+    def _take_slot(self, flight: Flight, rollout_id) -> None:
+        flight.load.running += 1
+        self._running[rollout_id] = time.monotonic()
+
     async def _run_rollout(self, flight: Flight, index: int, rollout_id: int) -> None:
+        rollout = await self._converse(flight, index, rollout_id)
+        rollout.rollout_id = rollout_id
+        await self._finish_rollout(flight, index, rollout)
+
+    async def _converse(self, flight: Flight, index: int, rollout_id) -> Rollout:
+        """One rollout, in the slot that was taken for it; an empty one when its time is over."""
         group, limit, started = flight.group, self.options.rollout_timeout, self._running[rollout_id]
         place = Place(flight, index, None if limit is None else started + limit)
         PLACE.set(place)  # of this task alone
@@ -634,7 +651,7 @@ class RolloutLoop:
                 raise
             rollout = Rollout([], [], [])
             flight.abandoned.add(index)
-            self.metrics.record("rollout/timeout_count", 1)
+            self.record("rollout/timeout_count", 1)
         except ServerError as error:
             raise RolloutError(f"sampling dataset row {group.row_index} failed: {error}") from error
         finally:
@@ -643,16 +660,13 @@ class RolloutLoop:
             del self._running[rollout_id]
         if not isinstance(rollout, Rollout):
             raise TypeError(f"generate_one must return a Rollout, not {type(rollout).__name__}")
-        rollout.rollout_id = rollout_id
-        self.metrics.record("rollout/duration_s", [time.monotonic() - started])
-        await self._finish_rollout(flight, index, rollout)
+        self.record("rollout/duration_s", [time.monotonic() - started])
+        return rollout
 
     async def _play(self, flight: Flight, index: int, tools: list = ()) -> Rollout:
-        group = flight.group
-        prompt = [
-            dict(message) for message in group.prompts[index]
-        ]  # a hook may build its conversation on it
-        return await self.generate_one(prompt, [*self.task.tools, *tools], group.group_id)
+        messages = flight.group.prompts[index]
+        prompt = [dict(message) for message in messages]  # a hook may build its conversation on it
+        return await self.generate_one(prompt, [*self.task.tools, *tools], flight.group.group_id)
 
     async def _play_in_environment(self, flight: Flight, index: int) -> Rollout:
         """A rollout with an instance to itself. One that runs out of time leaves it: a tool may still run."""
@@ -684,14 +698,14 @@ class RolloutLoop:
         """End the run, or under on_reward_error skip count it and score nothing."""
         if self.options.on_reward_error == "stop":
             raise RolloutError(f"{what}: {type(error).__name__}: {error}") from error
-        self.metrics.record(f"rewards/{name}/error_count", 1)
+        self.record(f"rewards/{name}/error_count", 1)
         return math.nan
 
     @contextlib.contextmanager
     def _timed(self, name: str):
         started = time.monotonic()
         yield
-        self.metrics.record(name, [time.monotonic() - started])
+        self.record(name, [time.monotonic() - started])
 
     async def _finish_rollout(self, flight: Flight, index: int, rollout: Rollout) -> None:
         group = flight.group
@@ -808,25 +822,72 @@ class RolloutLoop:
             return np.full(count, self._reward_failed(name, f"reward function {name}", error))
 
     def _record_group(self, flight: Flight, reason: str | None) -> None:
-        group = flight.group
-        rewards = group.rewards[~np.isnan(group.rewards)].tolist()
+        rewards = flight.group.rewards[~np.isnan(flight.group.rewards)].tolist()
         self.metrics.record("reward", rewards)
         self.metrics.record("frac_reward_zero_std", (int(reason is not None), 1))
         if reason is not None:
             self.metrics.record("reward_dropped", rewards)
-        rollouts = [r for i, r in enumerate(group.rollouts) if i not in flight.abandoned]
-        if self.task.tools or self.task.environments:
-            calls = sum(r.tool_call_count for r in rollouts)
-            self.metrics.record("tools/call_frequency", (calls, len(rollouts)))
-            self.metrics.record(
-                "tools/failure_frequency", (sum(r.tool_failure_count for r in rollouts), calls)
-            )
-        if rollouts:
-            for name, value in completion_metrics(rollouts, self.eos_ids).items():
-                self.metrics.record(name, value)
+        self._record_completions(flight)
         if self.options.log_completions and self._printed_version != self.link.version.value:
             self._printed_version = self.link.version.value
-            print_completions(group, self.options.num_completions_to_print)
+            print_completions(flight.group, self.options.num_completions_to_print)
+
+    def _record_completions(self, flight: Flight) -> None:
+        rollouts = [r for i, r in enumerate(flight.group.rollouts) if i not in flight.abandoned]
+        values = completion_metrics(rollouts, self.eos_ids) if rollouts else {}
+        if self.task.tools or self.task.environments:
+            calls = sum(r.tool_call_count for r in rollouts)
+            failures = sum(r.tool_failure_count for r in rollouts)
+            values["tools/call_frequency"] = (calls, len(rollouts))
+            values["tools/failure_frequency"] = (failures, calls)
+        for name, value in values.items():
+            self.metrics.record(flight.prefix + name, value)
+
+    def record(self, name: str, value) -> None:
+        """Note a value from inside a rollout; those of an evaluation are kept apart."""
+        place = PLACE.get(None)
+        self.metrics.record(place.flight.prefix + name if place else name, value)
+
+    # ---- evaluation
+
+    async def _evaluate_on_time(self) -> None:
+        """Play the held-out prompts at the start, and whenever eval_steps more steps are on the servers."""
+        every = self.options.eval_steps // self.options.weight_sync_steps
+        while True:
+            version = self.link.version.value
+            await self._evaluate(version)
+            while self.link.version.value // every <= version // every:
+                await asyncio.sleep(4 * TICK_S)
+
+    async def _evaluate(self, version: int) -> None:
+        """Rewards of the held-out prompts, under eval/. A rollout with a reward above 0 counts as passed.
+
+        Requests are training's, with seeds of their own, the same every time; nothing here counts as queued or
+        in flight for the staleness limit, and nothing is trained on.
+        """
+        started = time.monotonic()
+        flights = []
+        for number, row in enumerate(self.eval_rows):
+            while not any(map(self._slot, self.loads)):
+                await asyncio.sleep(TICK_S)
+            flight, tasks = self._flight(Prompt(-1 - number, 0, number, row), prefix="eval/"), []
+            for index in range(flight.left):
+                while not self._slot(flight.load):
+                    await asyncio.sleep(TICK_S)
+                rollout_id = ("eval", number, index)
+                self._take_slot(flight, rollout_id)
+                tasks.append(self._spawn(self._converse(flight, index, rollout_id)))
+            flights.append((flight, tasks))
+        for flight, tasks in flights:
+            flight.group.rollouts = await asyncio.gather(*tasks)
+            rewards = total_rewards(await self._reward_sources(flight), flight.left)
+            scored = rewards[~np.isnan(rewards)]
+            self.metrics.record("eval/reward", scored.tolist())
+            self.metrics.record("eval/pass@1", (scored > 0).astype(float).tolist())
+            self.metrics.record(f"eval/pass@{flight.left}", (int((scored > 0).any()), 1))
+            self._record_completions(flight)
+        self.metrics.record("eval/version", version)
+        self.metrics.record("eval/duration_s", time.monotonic() - started)
 
     # ---- servers and reports
 

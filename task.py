@@ -81,6 +81,28 @@ def functions_of(source, task_name: str) -> tuple[list, list, dict]:
     return rewards, tools, dict(zip(environments, factories, strict=True))
 
 
+def eval_rows(spec: str, task: Task) -> list[dict]:
+    """Held-out rows: what the function that `spec` names returns, or a .jsonl, .json or .parquet file."""
+    suffix = Path(spec).suffix
+    if suffix in (".jsonl", ".json", ".parquet"):
+        import datasets
+
+        if not Path(spec).is_file():
+            raise ValueError(f"there is no file {spec}")
+        kind = "parquet" if suffix == ".parquet" else "json"
+        rows = list(datasets.load_dataset(kind, data_files=spec, split="train"))
+    else:
+        function = locate(spec, "eval_dataset")
+        if not callable(function):
+            raise ValueError(f"{spec} is neither a file of rows nor path.py:function or module:function")
+        rows = list(function())
+    if not rows:
+        raise ValueError(f"{spec} holds no rows")
+    for number, row in enumerate(rows):
+        check_row(row, task, f"row {number} of {spec}")
+    return rows
+
+
 def locate(spec, what: str):
     """The module, or the thing inside it, that `path.py`, `path.py:name`, `module` or `module:name` names."""
     if not isinstance(spec, str):

@@ -55,7 +55,7 @@ from packing import Planner, Row, row_cost_from_config
 from recording import NoServers, Replay
 from rollout import RolloutProcess, check_task, load_loop
 from sync import WeightSync
-from task import load_task
+from task import eval_rows, load_task
 
 PATIENCE_S = 60.0  # rank 0 tells the others this often that it still waits for rollouts
 
@@ -290,6 +290,8 @@ def check_inputs(options: Options, rollouts) -> Path | None:
         loop = option_of("rollout_loop", load_loop, options.rollout_loop)
         task = option_of("task", load_task, options.task, options.task_kwargs)
         option_of("task", check_task, task, loop, options)
+        if options.eval_dataset:
+            option_of("eval_dataset", eval_rows, options.eval_dataset, task)
         if options.chat_template:
             option_of("chat_template", read_template, options.chat_template)
     wanted = options.resume_from_checkpoint

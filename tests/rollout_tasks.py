@@ -325,6 +325,10 @@ def nested_tool():
     return tools_of_kind([inner])
 
 
+def held_out():
+    return prompts(4)[1:]
+
+
 # ---- environments
 
 
@@ -403,6 +407,10 @@ def counting(kind: str = "Counter", size: int = 1, rewards=(), **columns):
     environments = kinds if len(kinds) > 1 else kinds[kind]
     rows = prompts(size, **({"target": 3} | columns))
     return SimpleNamespace(dataset=rows, rewards=list(rewards), environments=environments, tools=[add])
+
+
+def counting_rows():
+    return prompts(2, target=3)
 
 
 def two_kinds(names=("Counter", "Silent")):

@@ -30,6 +30,7 @@ def test_defaults_are_valid_and_documented():
         ("max_grad_norm", 0.0),
         ("epsilon", 1.0),
         ("weight_sync_steps", 0),
+        ("eval_steps", 0),
         ("logging_steps", 0),
         ("vllm_server_timeout", 0.0),
     ],
@@ -49,6 +50,9 @@ def test_a_value_out_of_range_is_refused_with_its_name_and_range(name, value):
         ({"score_centering": False, "score_centering_tail": "drop"}, "no effect"),
         ({"vllm_importance_sampling_clip_min": 5.0}, "must be below"),
         ({"vllm_server_base_url": ["embedded", "http://x"]}, "stands alone"),
+        ({"eval_steps": 4}, "only together"),
+        ({"eval_dataset": "x.jsonl"}, "only together"),
+        ({"eval_dataset": "x.jsonl", "eval_steps": 3, "weight_sync_steps": 2}, "must be a multiple"),
         ({"replay": "absent.jsonl"}, "there is no such file"),
         ({"replay": __file__}, "needs --token_budget"),
         ({"replay": __file__, "token_budget": 9, "record": "x"}, "--record has no effect with --replay"),
@@ -98,4 +102,4 @@ def test_a_bad_command_line_is_one_line_and_exit_code_2(arguments, capsys):
 
 def test_the_list_of_options_grows_by_decision_only():
     """Adding an option is a decision: add it here too, and to README."""
-    assert len(dataclasses.fields(Options)) == 65
+    assert len(dataclasses.fields(Options)) == 67

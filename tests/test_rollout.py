@@ -677,6 +677,56 @@ def test_skipped_errors_of_an_environment_score_nothing(tokenizer):
             assert run.metrics()["rewards/BadReward/error_count"] == 4
 
 
+# ---- evaluation
+
+
+def test_held_out_prompts_are_played_at_the_start_and_every_eval_steps(model):
+    with FakeServer() as fake:
+        options = options_for(
+            model,
+            fake,
+            eval_dataset="rollout_tasks:held_out",
+            eval_steps=4,
+            weight_sync_steps=2,
+            task_kwargs={"size": 1},
+        )
+        with Run(options, version=1) as run:
+            group = run.groups(1)[0]
+            evaluated = lambda: run.metrics().get("eval/version", [])  # noqa: E731
+            run.until(lambda: evaluated() == [1])
+            training = [body for body in fake.requests if body["prompt"][1] == 7]
+            first = [body["seed"] for body in fake.requests if body["prompt"][1] != 7]
+            run.link.version.value = 2
+            run.until(lambda: evaluated() == [1, 2])
+            run.link.version.value = 3
+            time.sleep(0.4)
+            assert evaluated() == [1, 2], "4 steps are 2 versions"
+            metrics = run.metrics()
+    seeds = [body["seed"] for body in fake.requests if body["prompt"][1] != 7]
+    assert len(training) == 4 and len(set(first)) == 12
+    assert sorted(seeds) == sorted(first * 2), "an evaluation can be compared with the one before"
+    assert len(run.groups()) == 1 and run.loop._sent_tokens == sum(len(s.input_ids) for s in group.samples)
+    assert metrics["reward"] == [0.0, 1.0, 2.0, 3.0] and metrics["eval/reward"] == [0.0, 1.0, 2.0, 3.0] * 6
+    assert reduced(metrics["eval/pass@1"]) == 0.75 and metrics["eval/pass@4"] == (6, 6)
+    assert metrics["eval/completions/clipped_ratio"] == (0, 24)
+    assert len(metrics["rollout/duration_s"]) == 4 and len(metrics["eval/rollout/duration_s"]) == 24
+
+
+def test_evaluation_in_environments_keeps_its_tool_metrics_apart(tokenizer):
+    with FakeServer() as fake:
+        fake.answer = replies(tokenizer, calling("increment", {"step": 3}), "done")
+        options = tool_options(
+            fake, "counting", eval_dataset="rollout_tasks:counting_rows", eval_steps=1, num_generations=2
+        )
+        with Run(options) as run:
+            run.until(lambda: "eval/duration_s" in run.metrics())
+            run.groups(1)
+            metrics = run.metrics()
+    assert metrics["eval/reward"] == [1.0] * 4
+    assert metrics["eval/tools/increment/call_count"] == 4 and metrics["tools/increment/call_count"] == 2
+    assert len(metrics["eval/env/reset_s"]) == 4 and len(metrics["env/reset_s"]) == 2
+
+
 # ---- hooks
 
 

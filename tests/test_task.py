@@ -3,12 +3,13 @@
 Run: pytest tests/test_task.py
 """
 
+import json
 import textwrap
 
 import pytest
 import rollout_tasks
 
-from task import load_task
+from task import eval_rows, load_task, opened
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,83 @@ def test_task_is_found_by_path_and_by_module(tmp_path):
     assert load_task("rollout_tasks:lengths", {"size": 2}).dataset == rollout_tasks.prompts(2)
     with pytest.raises(ValueError, match=r"task_kwargs \['size'\]: nothing in task .* takes them"):
         load_task("rollout_tasks:Fixed", {"size": 2})
+
+
+def test_held_out_rows_come_from_a_function_or_a_file(tmp_path):
+    task = load_task("rollout_tasks:lengths")
+    assert eval_rows("rollout_tasks:held_out", task) == rollout_tasks.held_out()
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rollout_tasks.held_out()))
+    assert eval_rows(str(path), task) == rollout_tasks.held_out()
+    path.write_text('{"question": "1"}\n')
+    for spec, text in [
+        (str(path), "row 0 of .* has no column `prompt`"),
+        ("absent.jsonl", "no file absent.jsonl"),
+        ("rollout_tasks:TOOLS", "neither a file of rows"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            eval_rows(spec, task)
+
+
+@pytest.mark.parametrize(
+    "tools, text",
+    [
+        (["undescribed"], "tool undescribed: .*no description for the argument 'a'"),
+        (["add", "add"], "two tools named add"),
+        (["Judge"], "has no __name__"),
+        ([5], "tool 5 of task .* is no function"),
+    ],
+)
+def test_tools_that_the_model_could_not_be_shown_are_refused(tools, text):
+    found = [getattr(rollout_tasks, name) if isinstance(name, str) else name for name in tools]
+    found = [tool() if tool is rollout_tasks.Judge else tool for tool in found]
+    source = rollout_tasks.tools_of_kind(found)
+    with pytest.raises(TypeError, match=text):
+        load_task(source)
+
+
+def test_functions_of_a_task_may_be_named_by_import_path():
+    task = load_task("rollout_tasks:with_tools")
+    assert task.rewards == [rollout_tasks.by_place] and task.tools == rollout_tasks.TOOLS
+    with pytest.raises(ValueError, match="rollout_tasks has no absent"):
+        load_task(rollout_tasks.tools_of_kind(["rollout_tasks:absent"]))
+    with pytest.raises(TypeError, match="tool .*nested_tool.<locals>.inner .* is a lambda or closure"):
+        load_task("rollout_tasks:nested_tool")
+
+
+@pytest.mark.parametrize(
+    "prompt, text, wanted",
+    [
+        ([{"role": "user", "content": "a"}], " b", [{"role": "user", "content": "a b"}]),
+        ([{"role": "user", "content": "a"}], None, [{"role": "user", "content": "a"}]),
+        ([], "b", [{"role": "user", "content": "b"}]),
+        (
+            [{"role": "system", "content": "s"}],
+            "b",
+            [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}],
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+            "b",
+            [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+        ),
+    ],
+)
+def test_what_reset_says_ends_the_last_user_message(prompt, text, wanted):
+    before = repr(prompt)
+    assert opened(prompt, text, "row 3") == wanted and repr(prompt) == before
+    for said, error in ((5, "must return a text or None, not 5 .row 3"), (None, "row 3 has no prompt")):
+        with pytest.raises(ValueError, match=error):
+            opened([], said, "row 3")
+
+
+def test_rows_that_name_no_environment_are_refused():
+    with pytest.raises(ValueError, match="row 0 of task .* is for environment 'Chess'; there are"):
+        load_task(rollout_tasks.two_kinds(("Chess", "Counter")))
+    rows = rollout_tasks.two_kinds()
+    rows.dataset = rollout_tasks.prompts(1)
+    with pytest.raises(ValueError, match="has no column `environment`"):
+        load_task(rows)
+    rows.dataset = None
+    with pytest.raises(ValueError, match="has several environments"):
+        load_task(rows)
