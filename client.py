@@ -190,6 +190,7 @@ class Server:
         logprobs: int = 0,
         stop_token_ids: list[int] = (),
         deadline: float | None = None,
+        give_up=None,
     ) -> Completion:
         """Sample one completion of `prompt_ids`; with every token come the `logprobs` most likely ones.
 
@@ -199,7 +200,7 @@ class Server:
         Raises ServerError with the server's text, at once for a refusal (4xx), after the last attempt for
         what may pass (timeout, reset, refused connection, 5xx, a request that was aborted). Raises
         TimeoutError when `deadline` (time.monotonic) passes; the server drops the request when its connection
-        closes.
+        closes. `give_up`, asked after every failure that may pass, ends the attempts when it returns True.
         """
         body = {
             "prompt": prompt_ids,
@@ -221,7 +222,7 @@ class Server:
         }
         data = json.dumps(body)  # once: every attempt sends the same bytes
         return self._retried(
-            lambda timeout: self._sample(data, prompt_ids, logprobs, top_k, timeout), deadline
+            lambda timeout: self._sample(data, prompt_ids, logprobs, top_k, timeout), deadline, give_up
         )
 
     def _sample(
@@ -238,7 +239,7 @@ class Server:
             )
         return parse_choice(choice, logprobs, restricted=top_k > 0)
 
-    def _retried(self, attempt, deadline: float | None):
+    def _retried(self, attempt, deadline: float | None, give_up=None):
         """attempt(timeout) until it succeeds: the only retry layer there is."""
         first_failure = None
         for number in itertools.count(1):
@@ -249,6 +250,8 @@ class Server:
                 return attempt(left)
             except ServerError as error:
                 if error.status is not None and error.status < 500:
+                    raise
+                if give_up is not None and give_up():
                     raise
                 now = time.monotonic()
                 if deadline is not None and now >= deadline:

@@ -44,7 +44,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from client import Server, ServerError
+from client import Completion, Server, ServerError
 from conversation import (
     FORMATS,
     Call,
@@ -106,6 +106,7 @@ class Load:
 
     server: Server
     cap: int  # most rollouts at once
+    down: bool = False  # unreachable, or without the current weights, while another server is up
     context: int | None = None  # longest sequence, in tokens
     running: int = 0
     finished: int = 0  # rollouts since the cap was last raised
@@ -165,6 +166,7 @@ class Place:
     flight: Flight
     index: int
     deadline: float | None
+    load: Load  # the group's, or another one once that is down
     turns: int = 0
 
 
@@ -283,7 +285,7 @@ class RolloutLoop:
 
     def is_full(self, prompt_ids: list[int]) -> bool:
         """Does the prompt leave the server no room for a token?"""
-        context = PLACE.get().flight.load.context
+        context = PLACE.get().load.context
         return context is not None and len(prompt_ids) >= context
 
     async def call_tools(self, calls: list[Call], tools: dict, rollout: Rollout) -> list[dict]:
@@ -336,9 +338,8 @@ class RolloutLoop:
         place.turns += 1
         seed = request_seed(options.seed, group.group_id, place.flight.attempt, place.index, place.turns)
         head = options.num_sampler_logprobs if options.score_centering else 0
-        sample = functools.partial(
-            place.flight.load.server.complete,
-            [int(token) for token in prompt_ids],
+        request = dict(
+            prompt_ids=[int(token) for token in prompt_ids],
             max_tokens=options.max_completion_length,
             temperature=options.temperature,
             top_p=options.top_p,
@@ -349,10 +350,8 @@ class RolloutLoop:
             stop_token_ids=sorted(self.eos_ids),
             deadline=place.deadline,
         )
-        answer = await asyncio.get_running_loop().run_in_executor(self._requests, sample)
+        answer = await self._ask(place, request)
         self.check_vocabulary(answer.token_ids)
-        if answer.versions is not None and (answer.versions < 0).any():
-            raise RolloutError(lost_weights(place.flight.load.server.url))
         self._generated_tokens += len(answer.token_ids)
         return Turn(
             prompt_ids=prompt_ids,
@@ -362,6 +361,54 @@ class RolloutLoop:
             topk=(answer.topk_ids[:, :head], answer.topk_logp[:, :head]) if head else None,
             versions=answer.versions,
         )
+
+    async def _ask(self, place: Place, request: dict) -> Completion:
+        """The answer of the rollout's server, or of another one when that is down."""
+        while True:
+            load, gave_up = place.load, threading.Event()
+
+            def give_up(load=load, gave_up=gave_up):  # on the request's thread
+                if self._lost(load):
+                    gave_up.set()
+                return gave_up.is_set()
+
+            ask = functools.partial(load.server.complete, give_up=give_up, **request)
+            try:
+                answer = await asyncio.get_running_loop().run_in_executor(self._requests, ask)
+            except ServerError as error:
+                if not gave_up.is_set():
+                    raise
+                if not self._others(load):
+                    continue  # they went down meanwhile: it is the last one now
+                self._set_down(load, str(error))
+            else:
+                if answer.versions is None or (answer.versions >= 0).all():
+                    return answer
+                self._set_down(load, lost_weights(load.server.url))
+            place.load = min(self._others(load), key=lambda other: other.running / other.cap)
+            load.running -= 1
+            place.load.running += 1
+
+    def _others(self, load: Load) -> list[Load]:
+        return [other for other in self.loads if other is not load and not other.down]
+
+    def _lost(self, load: Load) -> bool:
+        """Is a server dead while another one is up? Called on threads, after a request has failed."""
+        if not self._others(load):
+            return False  # the last one is tried on, until vllm_server_timeout
+        try:
+            load.server.health()
+            return False
+        except ServerError:
+            return True
+
+    def _set_down(self, load: Load, why: str) -> None:
+        """Ask a server for nothing more. RolloutError when it is the last one."""
+        if not self._others(load):
+            raise RolloutError(why)
+        if not load.down:
+            load.down = True
+            print(f"{load.server.url} is down, the other servers take over its rollouts: {why}", flush=True)
 
     def compute_advantages(self, group: Group) -> np.ndarray:
         """(reward - mean) / (std + 1e-8) over the group's scored rollouts, population std; else 0.
@@ -605,7 +652,7 @@ class RolloutLoop:
         flight = self._flight(prompt)
         self._unfinished += flight.left
         for index in range(flight.left):
-            await self._until(lambda: self._slot(flight.load), "a free slot of a server")
+            await self._until(lambda: self._slot(self._home(flight)), "a free slot of a server")
             rollout_id = prompt.group_id * self.options.num_generations + index
             self._take_slot(flight, rollout_id)
             self._spawn(self._run_rollout(flight, index, rollout_id))
@@ -627,7 +674,17 @@ class RolloutLoop:
         return Flight(group, prompt.row, load, attempt, left=count, prefix=prefix, samples=[[]] * count)
 
     def _slot(self, load: Load) -> bool:
-        return load.running < load.cap and len(self._running) < self.options.max_concurrent_rollouts
+        return (
+            not load.down
+            and load.running < load.cap
+            and len(self._running) < self.options.max_concurrent_rollouts
+        )
+
+    def _home(self, flight: Flight) -> Load:
+        """The group's server: all its rollouts go there, for they share their prompt, while it is up."""
+        if flight.load.down:
+            flight.load = min(self._others(flight.load), key=lambda load: load.running / load.cap)
+        return flight.load
 
     def _take_slot(self, flight: Flight, rollout_id) -> None:
         flight.load.running += 1
@@ -641,7 +698,7 @@ class RolloutLoop:
     async def _converse(self, flight: Flight, index: int, rollout_id) -> Rollout:
         """One rollout, in the slot that was taken for it; an empty one when its time is over."""
         group, limit, started = flight.group, self.options.rollout_timeout, self._running[rollout_id]
-        place = Place(flight, index, None if limit is None else started + limit)
+        place = Place(flight, index, None if limit is None else started + limit, flight.load)
         PLACE.set(place)  # of this task alone
         try:
             play = self._play_in_environment if self.task.environments else self._play
@@ -655,8 +712,8 @@ class RolloutLoop:
         except ServerError as error:
             raise RolloutError(f"sampling dataset row {group.row_index} failed: {error}") from error
         finally:
-            flight.load.running -= 1
-            flight.load.finished += 1
+            place.load.running -= 1
+            place.load.finished += 1
             del self._running[rollout_id]
         if not isinstance(rollout, Rollout):
             raise TypeError(f"generate_one must return a Rollout, not {type(rollout).__name__}")
@@ -835,6 +892,8 @@ class RolloutLoop:
     def _record_completions(self, flight: Flight) -> None:
         rollouts = [r for i, r in enumerate(flight.group.rollouts) if i not in flight.abandoned]
         values = completion_metrics(rollouts, self.eos_ids) if rollouts else {}
+        cut, out_of_time = values.get("completions/clipped_ratio", (0, 0)), len(flight.abandoned)
+        values["completions/clipped_ratio"] = (cut[0] + out_of_time, cut[1] + out_of_time)
         if self.task.tools or self.task.environments:
             calls = sum(r.tool_call_count for r in rollouts)
             failures = sum(r.tool_failure_count for r in rollouts)
@@ -862,8 +921,8 @@ class RolloutLoop:
     async def _evaluate(self, version: int) -> None:
         """Rewards of the held-out prompts, under eval/. A rollout with a reward above 0 counts as passed.
 
-        Requests are training's, with seeds of their own, the same every time; nothing here counts as queued or
-        in flight for the staleness limit, and nothing is trained on.
+        Requests are training's, with seeds of their own, the same every time. Nothing here counts for the
+        staleness limit, and nothing is trained on.
         """
         started = time.monotonic()
         flights = []
@@ -872,7 +931,7 @@ class RolloutLoop:
                 await asyncio.sleep(TICK_S)
             flight, tasks = self._flight(Prompt(-1 - number, 0, number, row), prefix="eval/"), []
             for index in range(flight.left):
-                while not self._slot(flight.load):
+                while not self._slot(self._home(flight)):
                     await asyncio.sleep(TICK_S)
                 rollout_id = ("eval", number, index)
                 self._take_slot(flight, rollout_id)
@@ -911,8 +970,12 @@ class RolloutLoop:
         retries, load.retries = load.retries, load.server.retry_count
         looked = {"vllm_retry_count": load.retries - retries}
         try:
-            if not (await self._in_thread(load.server.weight_version)).isdecimal():
-                raise RolloutError(lost_weights(load.server.url))
+            version = await self._in_thread(load.server.weight_version)
+            if not version.isdecimal():
+                self._set_down(load, lost_weights(load.server.url))
+            elif load.down and version == str(self.link.version.value):
+                load.down = False
+                print(f"{load.server.url} is up again, with the current weights", flush=True)
         except ServerError:
             pass  # a server without that route, or one that is down: its requests are retried
         try:
@@ -951,7 +1014,9 @@ class RolloutLoop:
         self.send(MetricsMessage(self.metrics.take()))
 
     def _cap(self) -> int:
-        return min(sum(load.cap for load in self.loads), self.options.max_concurrent_rollouts)
+        return min(
+            sum(load.cap for load in self.loads if not load.down), self.options.max_concurrent_rollouts
+        )
 
     def status(self, now: float) -> str:
         """In a line: "31 rollouts in flight, oldest 118 s, 12 groups being scored, waits for training"."""
@@ -960,6 +1025,8 @@ class RolloutLoop:
         parts = [f"{len(self._running)} rollouts in flight{oldest}", f"{scoring} groups being scored"]
         if self._waiting_for:
             parts.append(f"waits for {self._waiting_for}")
+        if down := [load.server.url for load in self.loads if load.down]:
+            parts.append(f"down: {', '.join(down)}")
         if retries := sum(load.server.retry_count for load in self.loads):
             parts.append(f"{retries} requests were retried")
         return ", ".join(parts)

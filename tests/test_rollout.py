@@ -346,6 +346,38 @@ def test_whole_groups_go_to_the_least_loaded_server(model):
             assert set(Counter(tuple(body["prompt"]) for body in fake.requests).values()) == {4}
 
 
+def test_rollouts_of_a_dead_server_go_on_at_the_others(model):
+    with FakeServer() as one, FakeServer() as two:
+        two.gate = threading.Event()
+        with Run(options_for(model, one, two, task_kwargs={"size": 12})) as run:
+            run.until(lambda: len(two.requests) >= 4)
+            two.die()
+            groups = run.groups(12)
+            assert [load.down for load in run.loop.loads] == [False, True]
+            assert f"down: {two.url}" in run.loop.status(time.monotonic())
+            assert [load.running for load in run.loop.loads] == [0, 0]
+    assert sorted(g.group_id for g in groups) == list(range(12)) and all(len(g.samples) == 4 for g in groups)
+    lost = {body["seed"] for body in two.requests}
+    assert lost and lost <= {body["seed"] for body in one.requests}, "the very requests are sent again"
+
+
+def test_server_that_returns_is_used_once_it_has_the_current_weights(model):
+    with FakeServer() as one, FakeServer() as two:
+        with Run(options_for(model, one, two, task_kwargs={"size": 1}), version=3) as run:
+            run.groups(1)
+            look = lambda: asyncio.run_coroutine_threadsafe(  # noqa: E731
+                run.loop._look_at_servers(), run.event_loop
+            ).result(5)
+            down = lambda: [load.down for load in run.loop.loads]  # noqa: E731
+            for version, wanted in (("default", True), ("2", True), ("3", False)):
+                two.replies["/weight_info"] = (200, {"weight_version": version})
+                look()
+                assert down() == [False, wanted]
+            one.replies["/weight_info"] = two.replies["/weight_info"] = (200, {"weight_version": "default"})
+            with pytest.raises(RolloutError, match="it was restarted"):
+                look()
+
+
 def test_full_scoring_queue_holds_generation(model):
     with FakeServer() as fake, Run(options_for(model, fake, task="rollout_tasks:never_scored")) as run:
         run.until(lambda: run.loop._blocked and "scoring queue" in run.loop._waiting_for)
