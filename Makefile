@@ -1,5 +1,6 @@
 # make demo    train the model that ships with the project on two CPU cores, and draw its learning curve
 # make test    the test suite
+# make soak    10 minutes of the demo under random kills (SOAK="--minutes 4 --seed 7" for others)
 # make lint    style check
 #
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu  takes torch from another index (here: the small CPU build)
@@ -7,15 +8,19 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
+SOAK ?=
 RUN = env PATH="$(abspath $(VENV))/bin:$$PATH"
 
-.PHONY: demo test lint
+.PHONY: demo test soak lint
 
 demo: $(VENV)/run.installed
 	$(RUN) runs/demo_cpu.sh
 
 test: $(VENV)/test.installed
 	$(RUN) python -m pytest -q
+
+soak: $(VENV)/test.installed
+	$(RUN) python tools/soak.py $(SOAK)
 
 lint: $(VENV)/test.installed
 	$(RUN) ruff check .

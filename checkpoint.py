@@ -80,12 +80,15 @@ def save(
     rank = dist.get_rank()
 
     def prepare():
-        shutil.rmtree(partial, ignore_errors=True)
+        for kind in ("partial", "removed"):  # what a save or a removal that was cut short has left
+            for path in Path(output_dir).glob(f"{kind}-checkpoint-*"):
+                shutil.rmtree(path)
         (partial / "rng").mkdir(parents=True)
 
     def finish():
         write_json(partial / "rollout_state.json", {"step": step, "only_model": save_only_model, **state})
-        shutil.rmtree(final, ignore_errors=True)
+        if final.exists():
+            remove(final)
         partial.rename(final)
 
     try:
@@ -131,7 +134,13 @@ def forget_old(output_dir: Path, keep: int | None) -> None:
         int(p.name.split("-")[1]) for p in output_dir.glob("checkpoint-*") if p.name[11:].isdigit()
     )
     for step in steps[:-keep] if keep else []:
-        shutil.rmtree(output_dir / f"checkpoint-{step}")
+        remove(output_dir / f"checkpoint-{step}")
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint; under another name first, so that one deleted half way is never picked up."""
+    doomed = path.rename(path.with_name(f"removed-{path.name}"))
+    shutil.rmtree(doomed)
 
 
 @torch.no_grad()

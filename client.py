@@ -112,8 +112,9 @@ class Server:
             except ServerError as error:
                 if notice.waited() > self.timeout:
                     raise ServerError(
-                        f"{self.url} did not come up within {self.timeout:.0f} s: {error}"
-                    ) from error
+                        f"{self.url} did not come up within {self.timeout:.0f} s (vllm_server_timeout); "
+                        f"start it, or correct --vllm_server_base_url: {error}"
+                    ) from None
                 notice.say(f"{self.url} to come up: {error}")
             time.sleep(min(self.backoff_s, 1.0))
 
@@ -293,7 +294,7 @@ class Server:
                 timeout=(CONNECT_S, timeout or self.timeout),
             )
         except requests.RequestException as error:
-            raise ServerError(f"{method} {self.url}{path}: {error}") from error
+            raise ServerError(f"{method} {self.url}{path}: {error}") from None  # its text says it all
         if not response.ok:
             raise ServerError(
                 f"{method} {self.url}{path} answered {response.status_code}: {error_text(response, path)}",

@@ -211,7 +211,8 @@ class Feed:
         window.add("batch/row_tokens_mean", unique)
         window.add("batch/row_tokens_max", unique)
         if self.planner.token_budget < math.inf:
-            window.add("batch/row_fill_frac", (sum(unique), self.planner.token_budget * len(rows)))
+            used = sum(max(row.unique_tokens, row.terms) for row in rows)  # the budget bounds both
+            window.add("batch/row_fill_frac", (used, self.planner.token_budget * len(rows)))
         window.add("batch/row_imbalance", max(costs) * len(costs) / sum(costs))
         window.add("batch/packing_ratio", (sum(row.raw_tokens for row in rows), sum(unique)))
         window.add("batch/pad_frac", 0.0)  # rows are never padded

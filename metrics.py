@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import shutil
 import sys
 import time
@@ -158,7 +160,7 @@ def diagnose(record: dict, max_concurrent: int) -> str:
 
     step = max(get("perf/step_s"), 1e-9)
     waiting = get("perf/rollout_wait_s") / step
-    held = get("rollout/backpressure_s") / step
+    held = min(get("rollout/backpressure_s") / step, 1.0)  # a hold counts in the step it ends in
     if waiting > 0.1 and held > 0.1:
         verdict = f"trainer waits {waiting:.0%} and generation is held {held:.0%}: raise --max_staleness"
     elif waiting > 0.1:
@@ -198,7 +200,9 @@ class Logger:
         (self.path.parent / "options.json").write_text(describe(options))
         # records of steps that a resumed run makes again are dropped; a fresh run starts a fresh file
         kept = [line for line in read_lines(self.path) if json.loads(line)["step"] <= step]
-        self.path.write_text("".join(line + "\n" for line in kept))
+        fresh = self.path.with_suffix(".partial")  # renamed when it is whole: a kill may come in between
+        fresh.write_text("".join(line + "\n" for line in kept))
+        fresh.replace(self.path)
         self.max_steps = options.max_steps
         self.max_concurrent = options.max_concurrent_rollouts
         self.rows = 0
@@ -208,8 +212,7 @@ class Logger:
     def record(self, record: dict) -> None:
         """Write one window: a line of metrics.jsonl, a table row, now and then the diagnosis."""
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        with self.path.open("a") as file:
-            file.write(json.dumps(clean) + "\n")
+        self.write(json.dumps(clean) + "\n")
         if self.rows % 20 == 0:
             self.line(" ".join(f"{heading:>8}" for heading, _, _ in COLUMNS))
         self.rows += 1
@@ -218,6 +221,16 @@ class Logger:
         if verdict.split(":")[0] != self.last_verdict and self.rows % 5 == 0:
             self.line(f"  {verdict}")
             self.last_verdict = verdict.split(":")[0]
+
+    def write(self, line: str) -> None:
+        """Append to metrics.jsonl; where the disk is full the whole line is missing, and the run goes on."""
+        before = self.path.stat().st_size
+        try:
+            with self.path.open("a") as file:
+                file.write(line)
+        except OSError as error:
+            os.truncate(self.path, before)
+            self.line(f"a record is missing in {self.path}: {error}")
 
     def line(self, text: str) -> None:
         print("\r\x1b[K" + text if self.live else text, flush=True)
@@ -232,7 +245,8 @@ class Logger:
 
 
 def read_lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
+    """The whole lines of a file; one cut short by a kill is left out."""
+    return re.findall("(.*)\n", path.read_text()) if path.exists() else []
 
 
 def cell(record: dict, name: str, form: str) -> str:

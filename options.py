@@ -246,6 +246,12 @@ def check(options: Options) -> Options:
         )
     if options.replay is not None:
         check_replay(options)
+    for url in options.vllm_server_base_url:
+        if url != "embedded" and not url.startswith(("http://", "https://")):
+            raise OptionError(
+                f"--vllm_server_base_url {url}: a URL starts with http:// or https://, such as "
+                "http://localhost:8000"
+            )
     if "embedded" in options.vllm_server_base_url and not options.embedded:
         raise OptionError(
             "--vllm_server_base_url embedded stands alone: it cannot be mixed with other servers"

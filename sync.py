@@ -35,9 +35,10 @@ from urllib.parse import urlparse
 import torch
 import torch.distributed as dist
 
-from client import Notice
+from client import Notice, ServerError
 
 BUFFER_BYTES = 256 << 20  # a chunk is closed once it has passed this size
+LAST_WORDS_S = 5.0  # seconds for the server's answer once the stream to it has broken
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what wrappers insert into names
 
 
@@ -176,20 +177,21 @@ class Link:
             "packed_buffer_size_bytes": BUFFER_BYTES,
         }
         self.start(self.server.init_weight_transfer, info)  # blocks in the server until the group has formed
-        address, port = info["master_address"], info["master_port"]
-        try:
-            self.group = GlooGroup(address, port, 0, world_size, self.timeout_s, store)
-        except RuntimeError as error:
-            self.join("the rendezvous")  # the server's own words come first
-            raise SyncError(f"{self.server.url} did not join the weight group: {error}") from error
+        self.start(self.meet, info, store)
         self.join("the rendezvous")
+
+    def meet(self, info: dict, store) -> None:
+        address, port, size = info["master_address"], info["master_port"], info["world_size"]
+        patience = self.timeout_s + LAST_WORDS_S  # whoever joins this thread gives up first, and says what on
+        self.group = GlooGroup(address, port, 0, size, patience, store)
 
     def start(self, call, *args) -> None:
         def run():
             try:
                 call(*args)
             except BaseException as error:  # noqa: B036 - handed to the main thread, which raises it
-                self.error = self.error or error
+                if self.error is None or isinstance(error, ServerError):
+                    self.error = error
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
@@ -230,6 +232,8 @@ class Link:
 
     def raise_error(self, what: str) -> None:
         if self.error is not None:
+            if not isinstance(self.error, ServerError) and self.threads:  # a broken connection tells little:
+                self.threads[0].join(LAST_WORDS_S)  # the call's answer may still be on its way
             raise SyncError(self.describe(f"{what} failed: {self.error}")) from self.error
 
     def describe(self, problem: str) -> str:

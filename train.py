@@ -272,7 +272,7 @@ def log(
 
 
 def check_inputs(options: Options, rollouts) -> Path | None:
-    """Look at the model, the task, what belongs to it, and the checkpoint to resume from; returns the latter.
+    """Look at model, task, loop, chat template, and the checkpoint to resume from; returns the latter.
 
     OptionError names what cannot work, before a model loads or a server starts.
     """
@@ -285,7 +285,10 @@ def check_inputs(options: Options, rollouts) -> Path | None:
     try:
         AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code, **source)
     except (OSError, ValueError) as error:
-        raise OptionError(f"--model {options.model}: {first_line(error)}") from error
+        raise OptionError(
+            f"--model {options.model} is neither a directory with a model nor a hub name that can be read: "
+            f"{first_line(error)}"
+        ) from error
     if rollouts is None and int(os.environ.get("RANK", 0)) == 0:
         loop = option_of("rollout_loop", load_loop, options.rollout_loop)
         task = option_of("task", load_task, options.task, options.task_kwargs)

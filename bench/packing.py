@@ -135,7 +135,7 @@ WORKLOADS = [
 PLANNERS = ("greedy", "spill", "ours")
 
 # Throughput, fill and imbalance of the simulation: greedy, spill, its buffered planner (None: not given).
-PUBLISHED = {
+SIMULATED = {
     "400 + 900, 4 x 8k": ((9.45, 0.79, 1.25), (10.41, None, None), (10.67, 0.96, 1.09)),
     "5.8k + 480, 4 x 16k": ((2.23, 0.72, 1.27), (2.32, None, None), (2.58, 0.95, 1.06)),
     "2k + 8k, 4 x 32k": ((4.89, 0.81, 1.20), (5.18, None, None), (5.16, 0.93, 1.14)),
@@ -271,8 +271,8 @@ def planner_table(quick: bool) -> list[dict]:
             results["greedy"].append(figures_of(load, greedy(load, groups, spill=False)))
             results["spill"].append(figures_of(load, greedy(load, groups, spill=True)))
             results["ours"].append(figures_of(load, planned(load, groups, seed, own)))
-        published = dict(zip(PLANNERS, PUBLISHED[load.name], strict=True))
-        entry = {"workload": load.name, "published": published}
+        simulated = dict(zip(PLANNERS, SIMULATED[load.name], strict=True))
+        entry = {"workload": load.name, "simulated": simulated}
         for planner, runs in results.items():
             entry[planner] = {name: float(np.mean([run[name] for run in runs])) for name in runs[0]}
         entry["ours"] |= {
@@ -398,9 +398,9 @@ def show(results: dict) -> None:
     for r in results["planner"]:
         print(r["workload"])
         for name in PLANNERS:
-            f, published = r[name], ", ".join(str(x) for x in r["published"][name] if x)
+            f, simulated = r[name], ", ".join(str(x) for x in r["simulated"][name] if x)
             print(
-                f"    {name:7} {f['throughput']:6.2f} ({f['fill']:.3f}, {f['imbalance']:.3f})   [{published}]"
+                f"    {name:7} {f['throughput']:6.2f} ({f['fill']:.3f}, {f['imbalance']:.3f})   [{simulated}]"
             )
         f = r["ours"]
         print(

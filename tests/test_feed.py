@@ -2,6 +2,7 @@
 
 import queue
 import re
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -159,6 +160,45 @@ def test_allowance_grows_while_both_sides_wait(max_staleness):
     before = producer.published[-1][1]
     assert feed.next(patience=1.0) == WAITING
     assert producer.published[-1][1] > before
+
+
+class Paced(Producer):
+    """Generation that obeys the allowance. A group is one prompt of nine tokens and eight last tokens: 80 raw
+    tokens, 17 unique ones."""
+
+    def __init__(self, prompts):
+        super().__init__()
+        self.todo = list(range(prompts))
+        self.prompts, self.sent = prompts, 0
+
+    def publish(self, version, allowance, again=()):
+        super().publish(version, allowance, again)
+        self.todo += again
+        while self.todo and self.sent < allowance:
+            message = group(self.todo.pop(0), count=8, size=self.prompts, version=version)
+            for i, s in enumerate(message.samples):
+                s.input_ids = np.append(np.arange(9) + 100 * message.group_id, 5000 + i).astype(np.int32)
+            self.queue.put(message)
+            self.sent += 80
+        self.held = bool(self.todo)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_neither_side_waits_for_the_other_with_rows_that_share(max_staleness, ranks):
+    """A full row takes five times its budget in raw tokens, and the planner holds some back on top."""
+    feed = feed_of(Paced(60), ranks=ranks, budget=200, max_staleness=max_staleness)
+    steps = 0
+    feed.publish()
+    start = time.monotonic()
+    while (plan := feed.next(patience=20.0)) is not None:
+        assert plan != WAITING
+        steps += 1
+        feed.version += 1
+        close(feed)
+        feed.publish()
+    assert steps > 3 and feed.progress.count == 60
+    assert time.monotonic() - start < 15
 
 
 def test_a_starved_planner_is_flushed_and_does_not_shrink_the_allowance(monkeypatch):

@@ -172,11 +172,10 @@ def check_lists(row, m, s, t):
 
 
 @st.composite
-def one_sample(draw_from, alphabet=3, longest=8, lists=True):
-    length = draw_from(st.integers(1, longest))
-    ids = draw_from(st.lists(st.integers(0, alphabet - 1), min_size=length, max_size=length))
-    # ids over 255 and over 65535 too: the sort must not care how a token's bytes fall
-    ids = [t * draw_from(st.sampled_from([1, 257, 70000])) for t in ids]
+def one_sample(draw_from, longest=8, lists=True):
+    # Few tokens, so that prefixes are shared; of one to three bytes, whose order is not that of the ids.
+    ids = draw_from(st.lists(st.sampled_from([0, 256, 70001]), min_size=1, max_size=longest))
+    length = len(ids)
     trained = [False] + draw_from(st.lists(st.booleans(), min_size=length - 1, max_size=length - 1))
     rng = np.random.default_rng(draw_from(st.integers(0, 2**20)))
     s = make(ids, trained, rng.normal(size=length), float(rng.normal()), draw_from(st.integers(0, 3)))
@@ -426,9 +425,10 @@ def by_group(samples):
     st.booleans(),
     st.sampled_from([1.0, 1.25, 2.0]),
     st.booleans(),
+    st.sampled_from([COST, RowCost(token=1.0, pair=0.0)]),
 )
-def test_planner_invariants(samples, ranks, budget, share, lookahead, grouped):
-    planner = Planner(ranks, budget, COST, samples_per_rank=2, share=share, lookahead=lookahead)
+def test_planner_invariants(samples, ranks, budget, share, lookahead, grouped, cost):
+    planner = Planner(ranks, budget, cost, samples_per_rank=2, share=share, lookahead=lookahead)
     batches, overtaken = run_planner(planner, by_group(samples) if grouped else [[s] for s in samples], share)
     dealt = Counter(id(s) for rows in batches for row in rows for s in row)
     too_long = [s for s in samples if 0 < budget < len(s)]
@@ -464,10 +464,11 @@ def grpo_groups(count, prompt, completion, seed=0, size=8):
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_rows_are_full_and_balanced(share):
-    planner = Planner(4, 4000, COST, share=share)
+@pytest.mark.parametrize("prompt, completion", [(200, 400), (400, 900)])
+def test_rows_are_full_and_balanced(share, prompt, completion):
+    planner = Planner(4, 8000, COST, share=share)
     batches, fills, peaks = [], [], []
-    for group in grpo_groups(120, 200, 400):
+    for group in grpo_groups(80, prompt, completion):
         for s in group:
             planner.add(s)
         while (rows := planner.pop()) is not None:
@@ -475,9 +476,9 @@ def test_rows_are_full_and_balanced(share):
     for rows in batches:
         packed = [pack(row, share) for row in rows]
         cost = [COST.row(row) for row in packed]
-        fills.append(np.mean([row.unique_tokens / 4000 for row in packed]))
+        fills.append(np.mean([row.unique_tokens / 8000 for row in packed]))
         peaks.append(max(cost) / np.mean(cost))
-    assert len(batches) > 20
+    assert len(batches) > 8
     assert np.mean(fills) > 0.95
     assert np.mean(peaks) < 1.05
 
@@ -492,6 +493,35 @@ def test_samples_wait_at_most_two_micro_batches_in_a_steady_stream():
             emitted |= {id(s): count for row in rows for s in row}
             count += 1
     assert max(emitted[i] - added[i] for i in emitted) <= 2
+
+
+def test_nobody_is_overtaken_a_third_time_even_where_each_needs_a_row_of_its_own():
+    planner = Planner(1, 11, COST)
+    siblings = [
+        make([*range(8), 100 + n, 200 + n], group=0) for n in range(10)
+    ]  # two never fit a row together
+    small = [
+        make([300 + n], group=1 + n) for n in range(10)
+    ]  # beside each of them there is room for one of these
+    batches, overtaken = run_planner(planner, [siblings, small])
+    assert len(batches) <= 20
+    assert max(overtaken.values()) <= 2
+
+
+def test_what_a_held_sample_shared_with_one_that_left_is_counted_again():
+    planner = Planner(1, 6, COST)
+    planner.add(make([1, 2, 3, 4, 5, 6]))
+    planner.add(make([1, 2, 3, 4, 5, 7]))
+    assert [s.input_ids[-1] for s in planner.pop()[0]] == [6]
+    planner.add(make([8, 8, 8, 8, 8], group=1))
+    assert [len(s) for s in planner.flush()[0]] == [6]
+
+
+def test_identical_samples_still_leave_no_rank_without_one():
+    planner = Planner(3, 20, RowCost(token=1.0, pair=0.0))
+    for _ in range(3):
+        planner.add(make([1, 2, 3]))
+    assert [len(row) for row in planner.flush()] == [1, 1, 1]
 
 
 def test_planner_holds_no_more_than_it_needs():
