@@ -35,6 +35,7 @@ def test_curriculum_samples_no_solved_prompt_again(tokenizer):
             "tasks/curriculum.py",
             rollout_loop="tasks/curriculum.py:Curriculum",
             task_kwargs={"size": 1, "solved": 0.9},
+            max_concurrent_rollouts=4,  # one group at a time: a prompt is scored before it comes again
             num_train_epochs=2.0,
         )
         with Run(options) as run:
