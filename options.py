@@ -84,6 +84,9 @@ class Options:
     eval_steps: int | None = option(None, "optimizer steps between evaluations; the first is at the start")
     record: str | None = option(None, "write every group that is generated to this file")
     replay: str | None = option(None, "train from a recorded file instead of servers, one pass over it")
+    rollout_only: bool = option(
+        False, "generate and score num_train_epochs passes over the prompts with the servers' weights"
+    )
     log_completions: bool = option(False, "print completions with their rewards once per logging window")
     num_completions_to_print: int | None = option(None, "how many of them (none = all)")
 
@@ -246,6 +249,11 @@ def check(options: Options) -> Options:
         )
     if options.replay is not None:
         check_replay(options)
+    if options.rollout_only and (options.max_steps > 0 or options.eval_dataset):
+        raise OptionError(
+            "--max_steps and --eval_dataset have no effect with --rollout_only: nothing is trained, and "
+            "--num_train_epochs bounds it"
+        )
     for url in options.vllm_server_base_url:
         if url != "embedded" and not url.startswith(("http://", "https://")):
             raise OptionError(
@@ -265,7 +273,7 @@ def check_replay(options: Options) -> None:
         raise OptionError(f"--replay {options.replay}: there is no such file; --record FILE writes one")
     if options.token_budget is None:
         raise OptionError("--replay needs --token_budget: no server tells its max_model_len")
-    for name in ("record", "log_completions", "eval_dataset"):
+    for name in ("record", "rollout_only", "log_completions", "eval_dataset"):
         if getattr(options, name):
             raise OptionError(f"--{name} has no effect with --replay: nothing is generated; leave it out")
 

@@ -1,4 +1,4 @@
-"""The rollout process: the life of a prompt, from the dataset to the queue.
+"""The rollout loop: the life of a prompt, from the dataset to the queue.
 
     dataset -> filter_prompt -> group -> num_generations x generate_one -> rewards -> advantages -> queue
                              ^                    | one request a turn   ^                       |
@@ -6,16 +6,14 @@
               trainer's allowance           least loaded first    at most               rewards are equal
 
 A *group* is one prompt and its rollouts, a *rollout* one conversation, a *turn* one sampling request, a
-*sample* what is trained. The trainer holds a `RolloutProcess`; the process runs a `RolloutLoop`, an asyncio
-loop whose steps can be overridden one by one. Four kinds of message come out: GroupMessage (one for every
-prompt of an epoch, with its samples or the reason why there are none), EndMessage once the prompts are used
-up, MetricsMessage, and DeathMessage with a traceback.
+*sample* what is trained. `RolloutLoop` is an asyncio loop whose steps can be overridden one by one; it runs
+in a process of its own (process.py) and tells the trainer what came of each prompt (messages.py).
 
 How much is in flight has three limits: tokens not yet trained (`allowance`, published by the trainer), what
 the servers' key/value caches hold (`next_cap`), and max_concurrent_rollouts.
 
-Never: touch a GPU; lose a group without a message; outlive the trainer
-(tests/test_rollout.py::test_the_process_ends_with_its_parent).
+Never: touch a GPU; lose a group without a message; turn a missing reward into a zero
+(tests/test_scoring.py::test_group_scoring_case).
 """
 
 from __future__ import annotations
@@ -28,16 +26,8 @@ import hashlib
 import inspect
 import itertools
 import math
-import multiprocessing
-import multiprocessing.connection
-import os
-import pickle
-import queue
-import signal
-import sys
 import threading
 import time
-import traceback
 from collections import Counter, OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -57,9 +47,8 @@ from conversation import (
     read_template,
     samples_of,
 )
-from messages import DeathMessage, EndMessage, GroupMessage, MetricsMessage
+from messages import EndMessage, GroupMessage, MetricsMessage
 from packing import Sample
-from recording import Recording
 from scoring import (
     Group,
     MetricsBuffer,
@@ -78,7 +67,6 @@ from task import (
     check_row,
     environment_name,
     eval_rows,
-    functions_of,
     load_task,
     locate,
     opened,
@@ -192,9 +180,9 @@ class RolloutLoop:
     in `setup`.
     """
 
-    def __init__(self, options, link: Link, send):
+    def __init__(self, options, link, send):
         self.options = options
-        self.link = link
+        self.link = link  # process.Link: numbers shared with the trainer
         self.send = send  # send(message), never blocks
         self.tokenizer = None
         self.task: Task | None = None
@@ -382,6 +370,8 @@ class RolloutLoop:
                     continue  # they went down meanwhile: it is the last one now
                 self._set_down(load, str(error))
             else:
+                if self.options.rollout_only:  # whatever weights the servers hold are the right ones
+                    answer.versions = None
                 if answer.versions is None or (answer.versions >= 0).all():
                     return answer
                 self._set_down(load, lost_weights(load.server.url))
@@ -971,7 +961,7 @@ class RolloutLoop:
         looked = {"vllm_retry_count": load.retries - retries}
         try:
             version = await self._in_thread(load.server.weight_version)
-            if not version.isdecimal():
+            if not version.isdecimal() and not self.options.rollout_only:
                 self._set_down(load, lost_weights(load.server.url))
             elif load.down and version == str(self.link.version.value):
                 load.down = False
@@ -1081,225 +1071,3 @@ def model_ids(model: str, source: dict, tokenizer) -> tuple[set[int], int | None
     with contextlib.suppress(OSError, ValueError):
         vocabulary = AutoConfig.from_pretrained(model, **source).get_text_config().vocab_size
     return eos_ids - {None}, vocabulary
-
-
-# ----------------------------------------------------------------------------------------------- the process
-
-
-class Link:
-    """What trainer and rollout process share: numbers in shared memory, and a pipe each way."""
-
-    def __init__(self, context):
-        self.version = context.Value("q", 0, lock=False)  # of the weights on the servers
-        self.allowance = context.Value("q", 0, lock=False)  # raw tokens sent and in flight since the start
-        self.beat = context.Value("d", time.monotonic(), lock=False)
-        self.held = context.Value("b", 0, lock=False)  # the staleness limit holds generation
-        self.stop = context.Value("b", 0, lock=False)
-        self._line = context.Array("c", 500, lock=False)
-        self.again_out, self.again_in = context.Pipe(duplex=False)
-        self.messages_out, self.messages_in = context.Pipe(duplex=False)
-
-    def take_again(self) -> list[int]:
-        """Groups whose prompt is to be sampled again."""
-        ids = []
-        while self.again_out.poll():
-            ids += self.again_out.recv()
-        return ids
-
-    def say(self, line: str) -> None:
-        self._line.value = line.encode()[:499]
-
-    def said(self) -> str:
-        return self._line.value.decode(errors="replace")
-
-
-class Sender:
-    """Sends messages from a thread, so that the loop never waits for the trainer to read."""
-
-    def __init__(self, connection):  # the writing end of a pipe
-        self._connection = connection
-        self._messages = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def put(self, message) -> None:
-        self._messages.put(message)
-
-    def close(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds until everything is sent."""
-        self._messages.put(None)
-        self._thread.join(timeout)
-
-    def _run(self) -> None:
-        while (message := self._messages.get()) is not None:
-            try:
-                self._connection.send(message)
-            except OSError:
-                return  # the trainer is gone
-            except Exception:
-                self._connection.send(DeathMessage(traceback.format_exc()))
-
-
-def child_main(options, link: Link, position: int, finished: set[int]) -> None:
-    """The rollout process. It ends by os._exit, because request threads may block for minutes yet."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when to stop
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    sender = Sender(link.messages_in)
-    code = 0
-    try:
-        loop = load_loop(options.rollout_loop)(options, link, sender.put)
-        asyncio.run(loop.run(position, finished))
-    except BaseException:
-        code = 1
-        sender.put(DeathMessage(traceback.format_exc()))
-    sender.close(CLOSE_S)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def end_with_parent() -> None:
-    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
-    os._exit(1)
-
-
-@contextlib.contextmanager
-def bare_child(payload: bytes):
-    """Inside, a spawned process gets no GPU and does not import the main script, which would load torch.
-
-    The script is needed after all when `payload`, what the process is handed, refers to something defined in
-    it.
-    """
-    main, hidden = sys.modules["__main__"], {}
-    if b"__main__" not in payload:
-        hidden = {name: getattr(main, name) for name in ("__spec__", "__file__") if hasattr(main, name)}
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        for name in hidden:
-            setattr(main, name, None)
-        yield
-    finally:
-        for name, value in hidden.items():
-            setattr(main, name, value)
-        if devices is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = devices
-
-
-class RolloutProcess:
-    """The trainer's handle on the rollout process.
-
-    `queue` (a queue.Queue) holds its messages; a thread empties the pipe, so a long queue never blocks the
-    process and a message cut off by its death never blocks the trainer.
-    """
-
-    def __init__(self, options):
-        self.options = options
-        self.queue: queue.Queue = queue.Queue()
-        self._context = multiprocessing.get_context("spawn")
-        self._link = Link(self._context)
-        self._process = None
-        self._death: str | None = None
-        self._recording = None
-
-    def start(self, position: int, finished: set[int], version: int) -> None:
-        """Sample from prompt `position` on, without `finished`; nothing starts before the first `publish`.
-
-        Raises TypeError for a reward, or anything else handed over, that cannot reach another process.
-        """
-        for name, value in vars(self.options).items():
-            try:
-                pickle.dumps(value)
-            except Exception as error:
-                raise TypeError(f"option {name} cannot be handed to the rollout process: {error}") from error
-        source = locate(self.options.task, "task")
-        if not inspect.isfunction(source):
-            functions_of(source, str(self.options.task))
-        load_loop(self.options.rollout_loop)
-        if self.options.record:
-            self._recording = Recording(self.options.record, go_on=version > 0 or position > 0)
-        self._link.version.value = version
-        self._link.beat.value = time.monotonic()
-        self._process = self._context.Process(
-            target=child_main,
-            args=(self.options, self._link, position, set(finished)),
-            name="rollout",
-            daemon=True,
-        )
-        with bare_child(pickle.dumps(self.options)):
-            self._process.start()
-        self._link.messages_in.close()  # so that the child's death ends the stream
-        self._link.again_out.close()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        while True:
-            try:
-                message = self._link.messages_out.recv()
-            except (EOFError, OSError):
-                return
-            if isinstance(message, DeathMessage):
-                self._death = message.traceback
-            if self._recording and isinstance(message, GroupMessage):
-                self._record(message)
-            self.queue.put(message)
-
-    def _record(self, message: GroupMessage) -> None:
-        try:
-            self._recording.write(message)
-        except OSError as error:  # a full disk does not end a run that trains
-            print(f"--record {self.options.record}: {error}; nothing more is written to it", flush=True)
-            self._recording = None
-
-    def publish(self, version: int, allowance: int, again=()) -> None:
-        """The servers hold `version`; `allowance` raw tokens, since the start, may be sent or in flight.
-
-        The prompts of the groups `again` are to be sampled once more.
-        """
-        self._link.version.value = version
-        self._link.allowance.value = int(allowance)
-        if again:
-            with contextlib.suppress(OSError):  # a process that died is check()'s matter
-                self._link.again_in.send(list(again))
-
-    @property
-    def held(self) -> bool:
-        """Does the staleness limit hold generation right now?"""
-        return bool(self._link.held.value)
-
-    def status(self) -> str:
-        return self._link.said() or "starting"
-
-    def check(self) -> None:
-        """RolloutError with the process's own traceback when it has died, or when its heart has stopped."""
-        if self._process is None:
-            return
-        if not self._process.is_alive():
-            self._reader.join(CLOSE_S)  # its last words may still be on their way
-        if self._death is not None:
-            raise RolloutError(f"the rollout process died:\n{self._death}")
-        if not self._process.is_alive():
-            raise RolloutError(
-                f"the rollout process ended with exit code {self._process.exitcode} (-9: killed, perhaps for "
-                f"memory); last it said: {self.status()}"
-            )
-        silent = time.monotonic() - self._link.beat.value
-        if silent > self.options.rollout_worker_timeout:
-            raise RolloutError(
-                f"no heartbeat of the rollout process for {silent:.0f} s (rollout_worker_timeout): something "
-                f"holds its event loop; last it said: {self.status()}"
-            )
-
-    def stop(self) -> None:
-        """End the process: asked first, then by force. Returns within seconds, and may be called twice."""
-        if self._process is None:
-            return
-        self._link.stop.value = 1
-        self._process.join(2 * CLOSE_S + 1)
-        for end in (self._process.terminate, self._process.kill):
-            if self._process.is_alive():
-                end()
-                self._process.join(2.0)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import queue
 import signal
 import sys
 import time
@@ -45,15 +46,17 @@ import attention
 import checkpoint
 import serve
 from checkpoint import Progress, SaveError
-from client import Server, ServerError
+from client import Notice, Server, ServerError
 from conversation import read_template
 from feed import WAITING, Batch, Feed
 from loss import Head, Objective, head_of, microbatch_weight, policy_loss, step_divisor
+from messages import GroupMessage, MetricsMessage
 from metrics import Logger, Stopwatch, Window, peak_flops, term_metrics
 from options import OptionError, Options, check, describe, parse_or_exit
 from packing import Planner, Row, row_cost_from_config
+from process import RolloutProcess
 from recording import NoServers, Replay
-from rollout import RolloutProcess, check_task, load_loop
+from rollout import check_task, load_loop
 from sync import WeightSync
 from task import eval_rows, load_task
 
@@ -165,6 +168,46 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
             print(f"done after {step} steps: {saved_at}", flush=True)
     dist.destroy_process_group()
     return saved_at
+
+
+def generate(options: Options) -> dict[str, float]:
+    """Generation and scoring alone (--rollout_only): every prompt once per epoch, on the servers as they are.
+
+    Prints and returns what was measured over all of it; --record keeps the groups. One process.
+    """
+    check(options)
+    check_inputs(options, None)
+    with ExitStack() as ends:
+        urls = options.vllm_server_base_url
+        if options.embedded:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            embedded = start_embedded(options, Ranks(0, 1, device, None), ends)
+            urls = [serve.wait_for_url(embedded, options.vllm_server_timeout)]
+        for url in urls:
+            Server(url, options.vllm_server_timeout).wait_until_ready()
+        rollouts = RolloutProcess(replace(options, vllm_server_base_url=urls))
+        ends.callback(rollouts.stop)
+        rollouts.start(0, set(), 0)
+        rollouts.publish(0, sys.maxsize)
+        window, groups, size, notice = Window(), 0, None, Notice()
+        while size is None or groups < math.ceil(options.num_train_epochs * size):
+            try:
+                message = rollouts.queue.get(timeout=0.1)
+            except queue.Empty:
+                rollouts.check()
+                notice.say(f"rollouts: {rollouts.status()}")
+                continue
+            notice = Notice()
+            if isinstance(message, MetricsMessage):
+                window.update(message.values)
+            elif isinstance(message, GroupMessage):
+                groups, size = groups + 1, message.dataset_size
+                for sample in message.samples:
+                    window.update({name: [value] for name, value in sample.metrics.items()})
+        values = {"groups": groups, **window.values()}
+    for name, value in sorted(values.items()):
+        print(f"{name:48} {value:.6g}", flush=True)
+    return values
 
 
 # ---- the step ----
@@ -563,7 +606,7 @@ def main() -> None:
         return
     disable_progress_bar()
     try:
-        train(options)
+        generate(options) if options.rollout_only else train(options)
     except OptionError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None

@@ -10,8 +10,9 @@ from pathlib import Path
 from fake_server import FakeServer
 
 import rollout
+from messages import GroupMessage, MetricsMessage
 from options import Options
-from rollout import GroupMessage, Link, MetricsMessage
+from process import Link
 
 TINY = str(Path(__file__).parent.parent / "tiny")
 

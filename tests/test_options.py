@@ -51,6 +51,7 @@ def test_a_value_out_of_range_is_refused_with_its_name_and_range(name, value):
         ({"vllm_importance_sampling_clip_min": 5.0}, "must be below"),
         ({"vllm_server_base_url": ["embedded", "http://x"]}, "stands alone"),
         ({"eval_steps": 4}, "only together"),
+        ({"rollout_only": True, "max_steps": 4}, "--num_train_epochs bounds it"),
         ({"eval_dataset": "x.jsonl"}, "only together"),
         ({"eval_dataset": "x.jsonl", "eval_steps": 3, "weight_sync_steps": 2}, "must be a multiple"),
         ({"replay": "absent.jsonl"}, "there is no such file"),
@@ -102,4 +103,4 @@ def test_a_bad_command_line_is_one_line_and_exit_code_2(arguments, capsys):
 
 def test_the_list_of_options_grows_by_decision_only():
     """Adding an option is a decision: add it here too, and to README."""
-    assert len(dataclasses.fields(Options)) == 67
+    assert len(dataclasses.fields(Options)) == 68

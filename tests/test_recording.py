@@ -13,8 +13,8 @@ from rollout_run import options_for
 
 from conversation import RolloutError
 from messages import EndMessage, GroupMessage
+from process import RolloutProcess
 from recording import Recording, Replay
-from rollout import RolloutProcess
 
 
 def write(path: Path, groups: list, go_on=False, first: int = 0) -> None:
