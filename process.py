@@ -247,3 +247,4 @@ class RolloutProcess:
             if self._process.is_alive():
                 end()
                 self._process.join(2.0)
+        self._reader.join(2.0)  # the queue holds its last words now

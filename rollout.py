@@ -424,6 +424,7 @@ class RolloutLoop:
         try:
             await self._over
         finally:
+            self._report(time.monotonic())  # what was measured since the last time
             for task in self._tasks:
                 task.cancel()
             if self._tasks:

@@ -176,6 +176,8 @@ def generate(options: Options) -> dict[str, float]:
     Prints and returns what was measured over all of it; --record keeps the groups. One process.
     """
     check(options)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise OptionError("--rollout_only is one process: start it without torchrun")
     check_inputs(options, None)
     with ExitStack() as ends:
         urls = options.vllm_server_base_url
@@ -198,16 +200,25 @@ def generate(options: Options) -> dict[str, float]:
                 notice.say(f"rollouts: {rollouts.status()}")
                 continue
             notice = Notice()
-            if isinstance(message, MetricsMessage):
-                window.update(message.values)
-            elif isinstance(message, GroupMessage):
+            measure(window, message)
+            if isinstance(message, GroupMessage):
                 groups, size = groups + 1, message.dataset_size
-                for sample in message.samples:
-                    window.update({name: [value] for name, value in sample.metrics.items()})
-        values = {"groups": groups, **window.values()}
+        rollouts.stop()
+        while not rollouts.queue.empty():
+            measure(window, rollouts.queue.get())
+    values = {"groups": groups, **window.values()}
     for name, value in sorted(values.items()):
         print(f"{name:48} {value:.6g}", flush=True)
     return values
+
+
+def measure(window: Window, message) -> None:
+    """What a message of the rollout process says, where nothing is trained."""
+    if isinstance(message, MetricsMessage):
+        window.update(message.values)
+    elif isinstance(message, GroupMessage):
+        for sample in message.samples:
+            window.update({name: [value] for name, value in sample.metrics.items()})
 
 
 # ---- the step ----
