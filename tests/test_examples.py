@@ -13,7 +13,7 @@ from fake_server import FakeServer
 from rollout_run import Run, calling, replies, tool_options
 
 from task import load_task
-from tasks import arithmetic, guess
+from tasks import arithmetic, guess, maths
 
 
 def example_options(server: FakeServer, task: str, **changes):
@@ -164,3 +164,28 @@ def test_arithmetic_is_scored_by_the_last_number(tokenizer):
 def test_every_example_loads_by_its_path(name):
     task = load_task(f"tasks/{name}")
     assert len(task.dataset) > 0 and (task.rewards or task.environments)
+
+
+def test_word_problems_come_from_a_file_and_are_scored_by_their_box(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    solutions = ["2 + 3 = 5\n#### 1,005", "it is \\boxed{\\frac{1}{2}}", "7"]
+    path.write_text(
+        "".join(json.dumps({"question": f"q{i}", "answer": s}) + "\n" for i, s in enumerate(solutions))
+    )
+    rows = maths.dataset(str(path))
+    assert list(rows["answer"]) == ["1,005", "\\frac{1}{2}", "7"] and len(rows.column_names) == 2
+    assert rows[0]["prompt"][0]["content"].startswith("q0\n") and len(maths.dataset(str(path), size=2)) == 2
+    with pytest.raises(ValueError, match="has no column problem; it has"):
+        maths.dataset(str(path), question="problem")
+    said = [
+        "\\boxed{3} no, \\boxed{1005}",
+        "\\boxed{0.5}",
+        "7",
+        "\\boxed{7",
+        "\\boxed{$7.00}",
+        "\\boxed{x^{2}}",
+        None,
+    ]
+    completions = [[{"role": "assistant", "content": text}] for text in said] + [[]]
+    right = ["1,005", "\\frac{1}{2}", "7", "7", "7", "x^{2}", "7", "7"]
+    assert maths.is_right(None, completions, None, right) == [1, 1, 0, 0, 1, 1, 0, 0]
