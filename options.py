@@ -87,7 +87,9 @@ class Options:
     rollout_only: bool = option(
         False, "generate and score num_train_epochs passes over the prompts with the servers' weights"
     )
-    log_completions: bool = option(False, "print completions with their rewards once per logging window")
+    log_completions: bool = option(
+        False, "write all completions to output_dir, and print those of one group of every version"
+    )
     num_completions_to_print: int | None = option(None, "how many of them (none = all)")
 
     # Objective

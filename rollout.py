@@ -25,12 +25,14 @@ import functools
 import hashlib
 import inspect
 import itertools
+import json
 import math
 import threading
 import time
 from collections import Counter, OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -54,6 +56,7 @@ from scoring import (
     MetricsBuffer,
     as_reward,
     as_rewards,
+    completion_lines,
     completion_metrics,
     drop_reason,
     is_async,
@@ -218,6 +221,7 @@ class RolloutLoop:
         self._generated_tokens = 0  # since the last report
         self._reported_at = time.monotonic()
         self._printed_version = None
+        self._log_lock = asyncio.Lock()
         self._tool_threads = ThreadPoolExecutor(options.max_concurrent_rollouts, thread_name_prefix="tool")
         self._schemas = {}  # tool -> what the model is shown of it
 
@@ -812,6 +816,8 @@ class RolloutLoop:
             raise RolloutError(f"compute_advantages must return {count} finite numbers, not {advantages}")
         reason = drop_reason(group.rewards)
         self._record_group(flight, reason)
+        if self.options.log_completions:
+            await self._log_completions(completion_lines(group, sources, advantages))
         samples = [s for samples in flight.samples for s in samples]
         generated = {
             "samples": len(samples),
@@ -876,9 +882,21 @@ class RolloutLoop:
         if reason is not None:
             self.metrics.record("reward_dropped", rewards)
         self._record_completions(flight)
-        if self.options.log_completions and self._printed_version != self.link.version.value:
+
+    async def _log_completions(self, lines: list[dict]) -> None:
+        """All to a file in output_dir, and one group of every version to the console."""
+
+        def append():
+            path = Path(self.options.output_dir) / "completions.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
+
+        if self._printed_version != self.link.version.value:
             self._printed_version = self.link.version.value
-            print_completions(flight.group, self.options.num_completions_to_print)
+            print_completions(lines[: self.options.num_completions_to_print])
+        async with self._log_lock:  # one group after the other
+            await self._in_thread(append)
 
     def _record_completions(self, flight: Flight) -> None:
         rollouts = [r for i, r in enumerate(flight.group.rollouts) if i not in flight.abandoned]

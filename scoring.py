@@ -9,6 +9,7 @@ import functools
 import inspect
 import math
 import numbers
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -138,8 +139,32 @@ def trained_metrics(sources: dict[str, np.ndarray], rewards: np.ndarray, index: 
     return {name: float(value) for name, value in values.items() if not math.isnan(value)}
 
 
-def print_completions(group: Group, most: int | None) -> None:
-    """One group for the reader, up to `most` of its rollouts."""
-    print(f"\nprompt {group.group_id}, sampled by version {group.version}: {group.prompts[0]}")
-    for rollout, reward in list(zip(group.rollouts, group.rewards, strict=True))[:most]:
-        print(f"  reward {reward:.3f}: {rollout.completion}", flush=True)
+def completion_lines(group: Group, sources: dict[str, np.ndarray], advantages: np.ndarray) -> list[dict]:
+    """One group for a reader: a record per rollout."""
+    return [
+        {
+            "group_id": group.group_id,
+            "version": group.version,
+            "prompt": group.prompts[index],
+            "completion": rollout.completion,
+            "rewards": {name: optional(values[index]) for name, values in sources.items()},
+            "reward": optional(group.rewards[index]),
+            "advantage": float(advantages[index]),
+        }
+        for index, rollout in enumerate(group.rollouts)
+    ]
+
+
+def optional(reward: float) -> float | None:
+    return None if math.isnan(reward) else float(reward)
+
+
+def print_completions(lines: list[dict]) -> None:
+    """Completions of one group, with their rewards by source."""
+    first = lines[0]
+    print(f"\nprompt {first['group_id']}, sampled by version {first['version']}: {first['prompt']}")
+    for line in lines:
+        rewards = ", ".join(f"{name} {value}" for name, value in line["rewards"].items())
+        scores = f"reward {line['reward']} ({rewards}), advantage {line['advantage']:.3f}"
+        print(f"  {scores}: {line['completion']}")
+    sys.stdout.flush()

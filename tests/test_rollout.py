@@ -4,6 +4,7 @@ Run: pytest tests/test_rollout.py
 """
 
 import asyncio
+import json
 import math
 import threading
 import time
@@ -830,13 +831,19 @@ def test_metrics_say_what_happened(model):
     assert "rollout/score_block_s" not in metrics and "rollout/backpressure_s" not in metrics
 
 
-def test_completions_are_printed_once_a_version(model, capfd):
+def test_completions_are_written_and_printed_once_a_version(model, capfd, tmp_path):
     with FakeServer() as fake:
-        options = options_for(model, fake, log_completions=True, num_completions_to_print=2)
+        options = options_for(
+            model, fake, log_completions=True, num_completions_to_print=2, output_dir=str(tmp_path / "new")
+        )
         with Run(options) as run:
             run.groups(4)
     printed = capfd.readouterr().out
     assert printed.count("sampled by version 1") == 1 and printed.count("  reward ") == 2
+    lines = [json.loads(line) for line in (tmp_path / "new" / "completions.jsonl").read_text().splitlines()]
+    assert len(lines) == 16 and sorted(line["reward"] for line in lines[:4]) == [0, 1, 2, 3]
+    assert lines[0]["rewards"] == {"by_place": 0.0} and lines[0]["advantage"] < 0
+    assert lines[0]["completion"][0]["role"] == "assistant" and lines[0]["prompt"][0]["role"] == "user"
 
 
 def test_status_tells_what_goes_on(model):
