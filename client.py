@@ -190,6 +190,7 @@ class Server:
         seed: int,
         logprobs: int = 0,
         stop_token_ids: list[int] = (),
+        cache_salt: str | None = None,
         deadline: float | None = None,
         give_up=None,
     ) -> Completion:
@@ -197,6 +198,7 @@ class Server:
 
         Under `top_k` the answer also holds each token's candidate set, which needs `logprobs` >= `top_k`.
         Every sampling field is sent: one left out would be filled from the model's generation_config.json.
+        Requests share cached prefixes only under one `cache_salt`.
 
         Raises ServerError with the server's text, at once for a refusal (4xx), after the last attempt for
         what may pass (timeout, reset, refused connection, 5xx, a request that was aborted). Raises
@@ -221,6 +223,8 @@ class Server:
             "return_tokens_as_token_ids": True,
             "return_weight_versions": True,
         }
+        if cache_salt is not None:
+            body["cache_salt"] = cache_salt
         data = json.dumps(body)  # once: every attempt sends the same bytes
         return self._retried(
             lambda timeout: self._sample(data, prompt_ids, logprobs, top_k, timeout), deadline, give_up

@@ -207,7 +207,7 @@ class Renderer:
         self.template_kwargs = template_kwargs
         self.eos_ids = eos_ids
         self.keeps_turns = True
-        self.template = str(tokenizer.get_chat_template()) if tokenizer.chat_template else ""
+        self.template = str(tokenizer.get_chat_template(tools=[{}])) if tokenizer.chat_template else ""
         self.format = next((form for mark, form in FORMATS if mark in self.template), None)
         self._last = ("", [])
 

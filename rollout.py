@@ -340,6 +340,7 @@ class RolloutLoop:
             seed=seed,
             logprobs=options.top_k or head,  # the candidate set holds the head
             stop_token_ids=sorted(self.eos_ids),
+            cache_salt=str(self.link.version.value),  # never the keys and values of older weights
             deadline=place.deadline,
         )
         answer = await self._ask(place, request)

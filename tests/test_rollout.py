@@ -186,6 +186,10 @@ def test_samples_carry_the_version_their_group_began_with(model):
     expect = case("A18_transfer_order_and_version")["expect"]["in_flight"]
     assert {s.version for s in first.samples} == {expect["stamped_version"]}
     assert {s.version for s in second.samples} == {5}
+    salts = [body["cache_salt"] for body in fake.requests]
+    assert salts[:4] == [str(given["started_at_version"])] * 4 and salts[-1] == "5", (
+        "no keys of older weights"
+    )
 
 
 def test_versions_the_server_reports_win_over_the_groups(model):
