@@ -27,7 +27,9 @@ from messages import DeathMessage, EndMessage, GroupMessage, MetricsMessage
 from metrics import Window
 from packing import Row, Sample, pack
 
-WAITING = "waiting"  # nothing yet; the ranks are told so, so that their collectives do not time out
+# what the ranks are told instead of a plan
+WAITING = "waiting"  # nothing yet; so that their collectives do not time out
+LEAVING = "leaving"  # a signal ends the run here, between two micro-batches
 STARVED_S = 30.0  # a queue that stays empty this long gets what the planner holds back trained
 SHORT_STEP = 4096  # raw tokens a rank is taken to need in its first step where no token budget says
 GROW_EVERY_S = 0.25  # how often the allowance grows while both sides would wait
@@ -55,6 +57,7 @@ class Feed:
         self.dataset_size: int | None = None
         self.version = 0
         self.on_wait = []  # called while waiting; may raise
+        self.leaving = lambda: False  # was the run asked to end?
         self.window = Window()
         self.used_tokens = 0  # raw tokens of samples trained or dropped
         full = planner.ranks * (planner.token_budget if planner.token_budget < math.inf else SHORT_STEP)
@@ -81,11 +84,14 @@ class Feed:
 
     def next(self, patience: float):
         """Samples of a micro-batch, a list per rank. None: no prompts are left. WAITING: `patience` s passed.
+        LEAVING: the run was asked to end.
 
         Raises RolloutError with the producer's own traceback when it has died or fallen silent.
         """
         started = time.monotonic()
         while True:
+            if self.leaving():
+                return LEAVING
             if (batch := self.planner.pop()) is not None:
                 return self.use(batch)
             if self.ended():
@@ -164,9 +170,9 @@ class Feed:
         return self.dataset_size is not None and self.arrived.count >= self.epochs * self.dataset_size
 
     def packets(self, patience: float) -> list:
-        """What each rank gets: its Batch, None when the prompts are used up, or WAITING. See `next`."""
+        """What each rank gets: its Batch, None when the prompts are used up, WAITING or LEAVING."""
         plan = self.next(patience)
-        if plan is None or plan == WAITING:
+        if plan in (None, WAITING, LEAVING):
             return [plan] * self.planner.ranks
         rows = [pack(samples, self.planner.share) for samples in plan]
         self.measure_rows(rows)

@@ -120,7 +120,7 @@ class Options:
     per_device_train_batch_size: int = option(8, "samples per row when token_budget is 0")
     gradient_accumulation_steps: int = option(1, "micro-batches (one row per rank) of an optimizer step")
     gradient_checkpointing: bool = option(True, "recompute activations in the backward")
-    attention: str = choice("auto", ["auto", "reference"], "attention backend")
+    attention: str = choice("auto", ["auto", "triton", "reference"], "attention backend")
     learning_rate: float = option(1e-6, "peak learning rate")
     lr_scheduler_type: str = choice(
         "constant", ["constant", "linear", "cosine"], "schedule after the warm-up"

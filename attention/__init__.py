@@ -10,7 +10,10 @@ every layer and for the second forward of gradient checkpointing. A backend is a
 `plan(subtree_end, depth)`, what the layers of a row share, and
 `attend(query, key, value, plan, scale, window, softcap, sinks)`:
 
-    reference.py    plain PyTorch: the definition, and the CPU path
+    reference       reference.py, plain PyTorch: the definition, and the CPU path
+    triton          tree.py, Triton kernels; on Hopper those of hopper.py, written in Gluon
+
+On a CUDA device "auto" is triton, except for what its kernels refuse (float64, head sizes above 256).
 
 A layer's options are honoured or refused, never ignored: a lost mask or bias trains another model than the
 one that sampled. And no layer ever falls back to ordinary attention when the index does not arrive.
@@ -21,13 +24,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function
 
-BACKENDS = ("reference",)
+BACKENDS = {"reference": "reference", "triton": "tree"}  # name -> module of this package
 
 # Keyword arguments that reach a layer's attention without changing its result.
 HARMLESS = {
@@ -68,14 +72,26 @@ def index(row, backend: str = "auto") -> dict:
 
 
 def _index(subtree_end: torch.Tensor, position_ids: torch.Tensor, backend: str = "auto") -> Index:
-    if backend == "auto":
-        backend = "reference"
-    if backend not in BACKENDS:
+    if backend != "auto" and backend not in BACKENDS:
         raise ValueError(
             f"attention backend {backend!r} is unknown: choose auto or one of {', '.join(BACKENDS)}"
         )
-    module = import_module(f"{__name__}.{backend}")
+    if backend == "auto" and subtree_end.is_cuda and find_spec("triton"):
+        plans = [_module(name).plan(subtree_end, position_ids) for name in ("triton", "reference")]
+        return Index(len(subtree_end), plans, _attend_fastest)
+    module = _module("reference" if backend == "auto" else backend)
     return Index(len(subtree_end), module.plan(subtree_end, position_ids), module.attend)
+
+
+def _module(backend: str):
+    return import_module(f"{__name__}.{BACKENDS[backend]}")
+
+
+def _attend_fastest(query, key, value, plans, scale, window=None, **options):
+    """The triton backend, or the reference for what it refuses. `plans`: of the two."""
+    refused = _module("triton").refusal(query, key, value, scale, window)
+    module, plan = (_module("reference"), plans[1]) if refused else (_module("triton"), plans[0])
+    return module.attend(query, key, value, plan, scale, window=window, **options)
 
 
 def tree_attention(

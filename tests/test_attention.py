@@ -4,6 +4,9 @@ python -m pytest tests/test_attention.py
 """
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -237,6 +240,239 @@ def test_long_row_makes_no_square_array(monkeypatch):
     count = len(sizes)
     grad = torch.autograd.grad(out[last].sum(), v)[0]
     assert len(sizes) == 2 * count and (grad[:, 0, 0] != 0).nonzero().flatten().tolist() <= path
+
+
+# ---- kernels: on the GPU where there is one, else under the interpreter, in a process of its own
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+kernels = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="see the test of the interpreter")
+
+
+@pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the kernels run in this process")
+def test_kernels_pass_under_the_interpreter():
+    # Triton reads the variable when it is first imported, which transformers may have done long ago.
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "kernels", __file__]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.fixture
+def tree(monkeypatch):
+    module = pytest.importorskip("attention.tree")
+    if DEVICE == "cpu":  # small tiles, so that small rows have many
+        monkeypatch.setattr(
+            module, "sizes", lambda kind, *_: (16, 32, 1, 1) if kind == "dkv" else (32, 16, 1, 1)
+        )
+    return module
+
+
+def gradients(module, tensors, sinks, end, depth, scale, dout, dlse, **options):
+    """[out, lse, dq, dk, dv, dsinks] in the dtype of the tensors."""
+    leaves = [x.detach().requires_grad_() for x in tensors + ([] if sinks is None else [sinks])]
+    plan = module.plan(end, depth)
+    options.update(sinks=None if sinks is None else leaves[3], with_lse=True)
+    out, lse = module.attend(*leaves[:3], plan, scale, **options)
+    return [out, lse, *torch.autograd.grad((out, lse), leaves, (dout.to(out.dtype), dlse.to(lse.dtype)))]
+
+
+def row_of(parents):
+    """subtree_end [N] int32 and depth [N] of a forest of tokens in depth-first order."""
+    depth, end = [], list(range(1, len(parents) + 1))
+    for parent in parents:
+        depth.append(0 if parent < 0 else depth[parent] + 1)
+    for token in reversed(range(len(parents))):
+        if parents[token] >= 0:
+            end[parents[token]] = max(end[parents[token]], end[token])
+    return torch.tensor(end, dtype=torch.int32, device=DEVICE), torch.tensor(depth, device=DEVICE)
+
+
+def random_row(length, seed, turn):
+    """After every token, with probability `turn`, the next one hangs on a random ancestor or is a root."""
+    rng, path, parents = np.random.default_rng(seed), [], []
+    for token in range(length):
+        if rng.random() < turn:
+            path = path[: rng.integers(len(path) + 1)]
+        parents.append(path[-1] if path else -1)
+        path = path + [token]
+    return row_of(parents)
+
+
+KERNEL_ROWS = {
+    "one token": lambda: row_of([-1]),
+    "chain": lambda: row_of(range(-1, 49)),
+    "one-token segments": lambda: random_row(60, 0, 0.7),
+    "300 branches": lambda: row_of([-1, 0, 1] + [2] * 300),
+    "depth 200": lambda: random_row(230, 1, 0.05),
+    "forest": lambda: row_of([-1] * 20 + list(range(19, 60)) + [-1, 61, 62]),
+}
+F32, F16 = torch.float32, torch.float16
+KERNEL_CASES = [  # row, query heads, K/V heads, head size, options
+    ("one token", 2, 1, 16, dict()),
+    ("chain", 2, 2, 64, dict(dtype=F16)),
+    ("one-token segments", 4, 2, 16, dict()),
+    ("300 branches", 2, 1, 16, dict()),
+    ("depth 200", 3, 1, 16, dict(window=70)),
+    ("forest", 6, 2, 80, dict(window=5, sinks=True)),
+    ("chain", 16, 1, 16, dict(window=2, sinks=True, dtype=F16)),
+    ("chain", 5, 1, 96, dict(softcap=1.5)),
+    ("one-token segments", 4, 2, 128, dict(dtype=F16)),
+    ("chain", 2, 1, 256, dict(softcap=0.7, window=9, sinks=True)),
+    ("forest", 7, 1, 8, dict(scale=-0.3)),
+    ("forest", 2, 2, 24, dict(value_size=16)),
+]
+
+
+@kernels
+@pytest.mark.parametrize("name, heads, groups, size, options", KERNEL_CASES)
+def test_kernels_equal_the_reference(tree, name, heads, groups, size, options):
+    options = dict(options)
+    dtype, value_size = options.pop("dtype", F32), options.pop("value_size", size)
+    scale = options.pop("scale", size**-0.5)
+    end, depth = KERNEL_ROWS[name]()
+    length = len(end)
+    torch.manual_seed(0)
+
+    def surrounded(heads, size):
+        """A view into a buffer of NaN: who reads outside it is found out."""
+        buffer = torch.full((length + 64, heads + 2, size), torch.nan, dtype=dtype, device=DEVICE)
+        view = buffer[32 : 32 + length, 1:-1]
+        return view.copy_(torch.randn(length, heads, size))
+
+    tensors = [surrounded(heads, size), surrounded(groups, size), surrounded(groups, value_size)]
+    dout, dlse = surrounded(heads, value_size), torch.randn(length, heads, device=DEVICE)
+    sinks = torch.randn(heads, device=DEVICE) if options.pop("sinks", False) else None
+    rest = (end, depth, scale, dout, dlse)
+    exact = [x.double() for x in tensors], None if sinks is None else sinks.double()
+    wanted = gradients(reference, *exact, *rest, **options)
+    try:  # what is not written stays NaN
+        torch.use_deterministic_algorithms(DEVICE == "cpu")
+        found = gradients(tree, tensors, sinks, *rest, **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    tolerance = 2e-3 if dtype == F16 else 3e-6
+    for a, b in zip(found, wanted, strict=True):
+        assert (a.double() - b).norm() <= tolerance * max(b.norm(), 1e-2)
+    again = gradients(tree, tensors, sinks, *rest, **options)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@kernels
+@pytest.mark.parametrize("name", VARIANTS)
+def test_kernels_hold_the_reference_values(tree, name):
+    variant = VARIANTS[name]
+    tensors = [torch.tensor(REFERENCE[key], device=DEVICE) for key in "qkv"]
+    sinks = torch.tensor(REFERENCE["sink_logits"], device=DEVICE) if variant["sink"] else None
+    end = torch.tensor(REFERENCE["subtree_end"], dtype=torch.int32, device=DEVICE)
+    depth, dout = (torch.tensor(REFERENCE[key], device=DEVICE) for key in ("position_ids", "dout"))
+    options = dict(window=variant["window"], softcap=variant["softcap"])
+    zero = torch.zeros(len(end), 4, device=DEVICE)
+    found = gradients(tree, tensors, sinks, end, depth, REFERENCE["scale"], dout, zero, **options)
+    keys = ["out", "lse", "dq", "dk", "dv"] + ["dsink"] * variant["sink"]
+    for a, key in zip(found, keys, strict=True):
+        torch.testing.assert_close(a.cpu(), torch.tensor(variant[key]), rtol=2e-5, atol=2e-6)
+
+
+@kernels
+def test_kernels_take_heads_before_tokens_and_an_expanded_gradient(tree):
+    end, depth = random_row(70, 2, 0.1)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(heads, 70, 16, device=DEVICE).transpose(0, 1) for heads in (4, 2, 2))
+    found, wanted = [], []
+    for module, result in ((tree, found), (reference, wanted)):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = module.attend(*leaves, module.plan(end, depth), 0.25)
+        result += [out, *torch.autograd.grad(out.sum(), leaves)]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@kernels
+@pytest.mark.parametrize("owner", ["tile", "block"])
+@pytest.mark.parametrize("window", [None, 1, 7])
+@pytest.mark.parametrize("repeat, tile, block", [(1, 16, 16), (3, 16, 32), (16, 32, 16)])
+def test_kernels_visit_the_blocks_they_need_and_mask_those_that_need_one(
+    tree, owner, window, repeat, tile, block
+):
+    for seed, (length, turn) in enumerate([(1, 0.0), (50, 0.3), (83, 0.05), (70, 0.6)]):
+        end, depth = (x.cpu() for x in random_row(length, seed, turn))
+        i = torch.arange(length)
+        visible = (i <= i[:, None]) & (i[:, None] < end)  # [N, N], queries by keys
+        if window is not None:
+            visible &= depth[:, None] - depth < window
+        tiles, blocks = -(-length * repeat // tile), -(-length // block)
+        need, whole = (torch.zeros(tiles, blocks, dtype=torch.bool) for _ in range(2))
+        for t in range(tiles):
+            queries = slice(t * tile // repeat, ((t + 1) * tile - 1) // repeat + 1)
+            for b in range(blocks):
+                part = visible[queries, b * block : (b + 1) * block]
+                need[t, b] = part.any()
+                whole[t, b] = part.all() and (b + 1) * block <= length
+        if owner == "block":
+            need, whole = need.T, whole.T
+        plan = tree.plan(end.to(DEVICE), depth.to(DEVICE))
+        lists = tree.meetings(plan, owner, 2, tile, block, repeat, window)
+        work, other = lists.work.tolist(), lists.other.tolist()
+        assert sorted((head, own) for own, head, *_ in work) == [
+            (h, o) for h in (0, 1) for o in range(len(need))
+        ]
+        for own, _, begin, middle, stop, first, *_ in work:
+            masked, free = set(other[begin:middle]), set(other[middle:stop])
+            needed, wholly = (set(x[own].nonzero().flatten().tolist()) for x in (need, whole))
+            assert needed <= masked | free and free <= wholly and first == other[begin]
+            assert window is not None or (masked | free == needed and free == wholly)  # and nothing in vain
+
+
+@kernels
+def test_kernels_give_a_model_the_gradients_of_the_reference(tree):
+    model = tiny_model("Qwen3", torch.float32).to(DEVICE)
+    attention.check(model, "triton")
+    row = pack([make_sample(ids) for ids in random_samples(5)]).to(DEVICE)
+    results = []
+    for backend in ("triton", "reference"):
+        model.zero_grad()
+        out = model(row.input_ids[None], position_ids=row.position_ids[None], **attention.index(row, backend))
+        out.logits.logsumexp(-1).sum().backward()
+        results.append([out.logits.detach(), *(p.grad.clone() for p in model.parameters())])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="needs a CPU without the interpreter")
+def test_triton_backend_refuses_a_cpu():
+    pytest.importorskip("triton")
+    row = SimpleNamespace(subtree_end=torch.full((5,), 5, dtype=torch.int32), position_ids=torch.arange(5))
+    q, k = torch.zeros(1, 4, 5, 4), torch.zeros(1, 2, 5, 4)
+    with pytest.raises(ValueError, match="triton attention backend runs on CUDA devices"):
+        attention.tree_attention(nn.Identity(), q, k, k, None, **attention.index(row, "triton"))
+
+
+@kernels
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(dtype=torch.float64), "float64"),
+        (dict(size=264), "head sizes up to 256, not 264"),
+        (dict(heads=3), "equal groups, not 3 for 2"),
+        (dict(scale=0.0), "scale"),
+        (dict(window=0), "sliding_window"),
+    ],
+)
+def test_kernels_refuse_by_name_what_they_cannot_do(tree, change, message):
+    case = {"dtype": F32, "size": 16, "heads": 4, "scale": 1.0, "window": None, **change}
+    end, depth = KERNEL_ROWS["chain"]()
+    q, k, v = (
+        torch.zeros(50, heads, case["size"], dtype=case["dtype"], device=DEVICE)
+        for heads in (case["heads"], 2, 2)
+    )
+    with pytest.raises(ValueError, match=f"triton attention backend takes.*{message}"):
+        tree.attend(q, k, v, tree.plan(end, depth), case["scale"], window=case["window"])
 
 
 # ---- models

@@ -126,7 +126,7 @@ def test_progress_moves_over_prompts_in_any_order():
 
 @pytest.mark.parametrize("limit", [1, 100_000])
 def test_a_full_disk_is_one_error_and_leaves_nothing_behind(tmp_path, limit):
-    """A limit on the size of files stands for the full disk; the second fails in the midst of the weights."""
+    """A limit on the size of files stands for the full disk; the second fails amid the weights."""
     model, optimizer, tokenizer = tiny()
     whole = save(tmp_path, 1, model, optimizer, tokenizer)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -194,9 +194,7 @@ def test_a_reward_function_that_raises_ends_every_rank_with_its_name_and_traceba
     run = start(*at(server, "tests/fault_tasks.py:raising"), ranks=2)
     run.until(lambda: "bad gold answer" in run.text())
     assert run.end(PROMPTLY_S) != 0
-    words_in(
-        run.text(), "reward function raises: ValueError: bad gold answer in row", "nothing was saved yet"
-    )
+    words_in(run.text(), "reward function raises: ValueError: bad gold answer in row", "nothing was saved")
 
 
 def test_a_killed_rollout_process_ends_the_run_and_is_named(start, server):
@@ -237,6 +235,27 @@ def test_a_run_that_is_ended_from_outside_leaves_nothing_behind(start, fault):
         ledger(run.text())
         saved = Path(re.findall(r"--resume_from_checkpoint (\S+)", run.text())[-1])
         assert checkpoint.read_state(saved)["step"] >= 2
+
+
+def test_a_rank_that_waits_for_one_that_never_joins_can_be_ended():
+    """There it waits where no handler of Python's runs: a signal has to end it as it ends any program."""
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    code = (
+        "import start, options; print('joins', flush=True); start.join_ranks(options.Options(model='tiny'))"
+    )
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    environment = os.environ | place | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "joins\n"
+        time.sleep(1.0)
+        assert process.poll() is None
+        process.terminate()
+        assert process.wait(PROMPTLY_S) == -signal.SIGTERM
+    finally:
+        process.kill()
 
 
 def test_a_killed_embedded_server_ends_the_run_in_words(start):

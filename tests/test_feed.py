@@ -10,7 +10,7 @@ import pytest
 
 from checkpoint import Progress
 from conversation import RolloutError
-from feed import WAITING, Feed
+from feed import LEAVING, WAITING, Feed
 from messages import DeathMessage, GroupMessage, MetricsMessage
 from packing import Planner, RowCost, Sample
 
@@ -240,6 +240,15 @@ def test_seconds_held_back_are_added_up_over_a_step():
     feed = feed_of(Producer(MetricsMessage(dict(held)), MetricsMessage(dict(held)), group(0, size=1)))
     drain(feed)
     assert feed.take_window().values()["rollout/backpressure_s"] == 1.5
+
+
+def test_a_run_that_is_asked_to_leave_does_so_between_two_micro_batches():
+    feed = feed_of(Producer(*[group(i, size=9) for i in range(6)]), ranks=2)
+    feed.next(5.0)
+    feed.leaving = lambda: True
+    assert feed.packets(5.0) == [LEAVING, LEAVING]
+    numbers = [int(n) for n in re.findall(r"(\d+) (?:generated|trained|dropped|in flight)", feed.ledger())]
+    assert numbers[0] == 12 == sum(numbers[1:])
 
 
 def test_what_is_looked_at_while_waiting_can_end_the_run():

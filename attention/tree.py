@@ -1,0 +1,581 @@
+"""Tree attention in Triton, forward and backward: nothing copied, nothing N x N, nothing compiled per row.
+
+A row holds a forest in depth-first order, so one integer per key is the whole mask:
+
+    query i sees key j   iff   j <= i < subtree_end[j]            (j is an ancestor of i, or i itself)
+    with a window w      also  depth[i] - depth[j] < w            (self and w - 1 predecessors on the path)
+
+The H / G query heads that share a K/V head are folded into the rows of one matrix: row r of group g is token
+r // (H / G), head g (H / G) + r % (H / G). Rows are cut into tiles, keys into blocks, and the least and the
+greatest subtree_end of a block tell which tiles meet it and which of them can do without a mask:
+
+    tile    = tokens [q0, q1)         meets the block            iff   k0 < q1 and max(subtree_end) > q0
+    block   = tokens [k0, k1)         and every pair is visible  iff   k1 - 1 <= q0 and min(subtree_end) >= q1
+
+                 keys  a a a a | b b b b | c c c c | d d d d
+        tile a         \\ . . . |                                  . every pair visible, no mask
+        tile b         . . . . | \\ . . . |                        \\ masked
+        tile c         . . . . |         | \\ . . .                b ends where c begins: never loaded
+        tile d         . . . . |         | . . . . | \\ . . .
+
+    forward, per tile:    s = scale q k' ;  p = exp2(s log2(e) - running maximum) ;  o = sum(p v) / sum(p)
+    dQ, per tile:         p = exp(s - lse) ;  ds = p (do v' - delta) ;  dq = scale sum(ds k)
+    dK and dV, per block: dv = sum(p' do) ;  dk = scale sum(ds' q)          delta = do . o - dlse
+
+Every sum has one owner and one order, so two runs agree bit for bit. It must never add atomically, never let
+the order of a row stand for a depth, and never take a shape of the row as a compile-time constant.
+
+Flash attention (arXiv 2205.14135, 2307.08691) with the interval rule in place of the causal one. On Hopper
+the same three kernels run from hopper.py. Letters: N tokens, H query heads, G K/V heads, D and Dv head sizes
+of q, k and of v, R = N H / G rows of a group, T rows of a tile, B keys of a block, P (tile, block) pairs that
+meet, F folds: sets of query heads whose rows are one matrix (G of them here).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+
+LARGEST_HEAD = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LOG2E = 1.4426950408889634
+FOLD_TILE = 128  # rows; every other tile divides it
+PROCESSORS = 132  # of an H100 or H200; others are near enough for the order of work
+HOPPER = True  # use hopper.py where it fits
+
+
+@dataclass(eq=False)
+class Meetings:
+    """Which blocks a tile meets, or which tiles a block meets: first those with a mask, then the others."""
+
+    # One line per program, in the order of their start, 32 bytes each: owner (the tile or block it computes),
+    # head (its fold or K/V head), begin, middle, stop (other[begin:middle] masked, other[middle:stop] not),
+    # and other[begin].
+    work: torch.Tensor  # [programs, 8] int32
+    other: torch.Tensor  # [P + 1] int32, increasing within each part; one more than is used
+
+
+@dataclass(eq=False)
+class Plan:
+    """What all layers of a row share. Meetings are found by the first layer that asks for them."""
+
+    subtree_end: torch.Tensor  # [N] int32
+    depth: torch.Tensor  # [N] int32
+    longest: int  # tokens of the row's longest path
+    meetings: dict = field(default_factory=dict)  # the arguments of meetings() -> Meetings
+
+
+def plan(subtree_end: torch.Tensor, depth: torch.Tensor) -> Plan:
+    """The row's plan from `subtree_end` [N] int32 and `depth` [N] int64 (position in the sample)."""
+    return Plan(subtree_end.contiguous(), depth.int().contiguous(), int(depth.max()) + 1)
+
+
+def attend(query, key, value, plan: Plan, scale, window=None, softcap=None, sinks=None, with_lse=False):
+    """Attention of a row on its tree, differentiable in every tensor, float32 inside, deterministic.
+
+    `query` [N, H, D]; `key` [N, G, D]; `value` [N, G, Dv], all of one dtype: bfloat16, float16 or float32;
+    `scale` float; `window` int, in positions of the sample; `softcap` float; `sinks` [H], a logit per head
+    that takes weight and has no value. Returns the output [N, H, Dv]; with `with_lse` also the natural
+    log-sum-exp [N, H] float32, sink included. ValueError for what the kernels cannot do.
+    """
+    reason = refusal(query, key, value, scale, window)
+    if reason:
+        raise ValueError(f"the triton attention backend {reason}: choose the reference backend")
+    if window is not None and window >= plan.longest:
+        window = None
+    if scale < 0:
+        query, scale = -query, -scale
+    rows = [_dense(tensor) for tensor in (query, key, value)]
+    with torch.cuda.device_of(query):
+        output, lse = _Attention.apply(*rows, sinks, plan, float(scale), window, softcap)
+    return (output, lse) if with_lse else output
+
+
+def refusal(query, key, value, scale, window) -> str | None:
+    """Why these inputs are not for this backend, or None."""
+    if not query.is_cuda and isinstance(_forward, triton.JITFunction):
+        return "runs on CUDA devices"
+    if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
+        return f"takes bfloat16, float16 or float32, all alike, not {query.dtype}, {key.dtype}, {value.dtype}"
+    if max(query.shape[-1], value.shape[-1]) > LARGEST_HEAD:
+        return f"takes head sizes up to {LARGEST_HEAD}, not {max(query.shape[-1], value.shape[-1])}"
+    if query.shape[1] % key.shape[1]:
+        return f"takes query heads in equal groups, not {query.shape[1]} for {key.shape[1]} K/V heads"
+    if scale == 0:
+        return "takes a scale other than 0"
+    if window is not None and window < 1:
+        return f"takes a sliding_window of at least 1, not {window}"
+    return None
+
+
+# ---- which tiles meet which blocks
+
+
+def meetings(plan, owner, heads, tile, block, repeat, window) -> Meetings:
+    """What each `owner` ("tile" of `tile` rows, "block" of `block` keys) meets, in the order of their start.
+
+    `heads` is how often every owner runs, `repeat` the rows of a token, `window` in positions or None. Made
+    on the device of the plan in O(N + P) memory, once for all layers that ask the same; the host waits for P.
+    """
+    name = (owner, heads, tile, block, repeat, window)
+    if name not in plan.meetings:
+        plan.meetings[name] = _find_meetings(plan, *name)
+    return plan.meetings[name]
+
+
+def _find_meetings(plan, owner, heads, tile, block, repeat, window) -> Meetings:
+    length, device = len(plan.subtree_end), plan.subtree_end.device
+    tiles, blocks = triton.cdiv(length * repeat, tile), triton.cdiv(length, block)
+    owners = tiles if owner == "tile" else blocks
+    integers = partial(torch.empty, dtype=torch.int32, device=device)
+    extremes = integers(4, blocks)  # subtree_end of a block's keys, low and high, then their depth
+    _block_extremes[(blocks,)](plan.subtree_end, plan.depth, extremes, length, blocks, BLOCK=block)
+    depths = integers(2, tiles)  # of a tile's tokens, low and high
+    if window is not None:
+        _tile_extremes[(tiles,)](plan.depth, depths, length, tiles, TILE=tile, REPEAT=repeat)
+    count = integers(owners, 2)  # masked and not
+    known = (extremes, depths, length, tiles, blocks, window or 0)
+    constants = dict(TILE=tile, BLOCK=block, REPEAT=repeat)
+    constants.update(BY_TILE=owner == "tile", WINDOWED=window is not None)
+    _meet[(owners,)](*known, count, count, count, FILL=False, **constants)
+    start = torch.zeros(2 * owners + 1, dtype=torch.int32, device=device)  # of each owner's parts in `other`
+    torch.cumsum(count.flatten(), 0, out=start[1:])
+    other = torch.zeros(int(start[-1]) + 1, dtype=torch.int32, device=device)  # [P + 1]
+    _meet[(owners,)](*known, count, start, other, FILL=True, **constants)
+    key = torch.empty(heads * owners, dtype=torch.int64, device=device)  # [programs]
+    _priority[(heads * owners,)](start, key, owners, 2 * PROCESSORS)
+    work = integers(heads * owners, 8)
+    _assign[(heads * owners,)](key.argsort(), start, other, work, owners)
+    return Meetings(work, other)
+
+
+@triton.jit(do_not_specialize=["owners", "parts"])
+def _priority(START, KEY, owners, parts):
+    """A key per item (head x owners + owner), least first.
+
+    Head by head, so that what runs at one time reads the K and V of few heads; longest first within a head.
+    But what is longer than one of `parts` of a head's work comes before all that, else the end waits for it.
+    """
+    item = tl.program_id(0)
+    owner, head = item % owners, item // owners
+    work = tl.load(START + 2 * owner + 2) - tl.load(START + 2 * owner)
+    rank = tl.where(work * parts > tl.load(START + 2 * owners), 0, head + 1)
+    tl.store(KEY + item, (rank.to(tl.int64) << 52) - (work.to(tl.int64) << 28) + item)
+
+
+@triton.jit(do_not_specialize=["owners"])
+def _assign(ORDER, START, OTHER, WORK, owners):
+    """Writes the lines of Meetings.work."""
+    program = tl.program_id(0)
+    item = tl.load(ORDER + program).to(tl.int32)
+    owner = item % owners
+    begin = tl.load(START + 2 * owner)
+    tl.store(WORK + program * 8, owner)
+    tl.store(WORK + program * 8 + 1, item // owners)
+    tl.store(WORK + program * 8 + 2, begin)
+    tl.store(WORK + program * 8 + 3, tl.load(START + 2 * owner + 1))
+    tl.store(WORK + program * 8 + 4, tl.load(START + 2 * owner + 2))
+    tl.store(WORK + program * 8 + 5, tl.load(OTHER + begin))
+
+
+@triton.jit(do_not_specialize=["N", "blocks"])
+def _block_extremes(END, DEPTH, OUT, N, blocks, BLOCK: tl.constexpr):
+    block = tl.program_id(0)
+    j = block * BLOCK + tl.arange(0, BLOCK)  # [B]
+    # Keys past the end of the row end before they begin: a block that holds some is always masked.
+    end = tl.load(END + j, j < N, 0)  # [B]
+    tl.store(OUT + block, tl.min(end, 0))
+    tl.store(OUT + blocks + block, tl.max(end, 0))
+    tl.store(OUT + 2 * blocks + block, tl.min(tl.load(DEPTH + j, j < N, 2**30), 0))
+    tl.store(OUT + 3 * blocks + block, tl.max(tl.load(DEPTH + j, j < N, -1), 0))
+
+
+@triton.jit(do_not_specialize=["N", "tiles"])
+def _tile_extremes(DEPTH, OUT, N, tiles, TILE: tl.constexpr, REPEAT: tl.constexpr):
+    tile = tl.program_id(0)
+    tokens = (tile * TILE + tl.arange(0, TILE)) // REPEAT  # [T]
+    tl.store(OUT + tile, tl.min(tl.load(DEPTH + tokens, tokens < N, 2**30), 0))
+    tl.store(OUT + tiles + tile, tl.max(tl.load(DEPTH + tokens, tokens < N, -1), 0))
+
+
+@triton.jit(do_not_specialize=["N", "tiles", "blocks", "window"])
+def _meet(
+    EXTREMES, DEPTHS, N, tiles, blocks, window, COUNT, START, OTHER,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, REPEAT: tl.constexpr, BY_TILE: tl.constexpr,
+    WINDOWED: tl.constexpr, FILL: tl.constexpr,
+):  # fmt: skip
+    """Of one owner: how many it meets, masked and not, or with FILL which."""
+    owner = tl.program_id(0)
+    masked, unmasked = 0, 0  # so far
+    if FILL:
+        masked, unmasked = tl.load(START + 2 * owner), tl.load(START + 2 * owner + 1)
+    # The tiles of a block are contiguous: from that of its first key to the end of its widest subtree.
+    if BY_TILE:
+        first, stop = 0, blocks
+    else:
+        first = owner * BLOCK * REPEAT // TILE
+        stop = (tl.load(EXTREMES + blocks + owner) * REPEAT - 1) // TILE + 1
+    for other in range(first, stop, 128):
+        others = other + tl.arange(0, 128)  # [128]
+        same = owner + tl.zeros([128], tl.int32)  # [128]
+        tile, block = (same, others) if BY_TILE else (others, same)
+        exist = (others < stop) & (tile < tiles)  # [128]
+        q0 = tile * TILE // REPEAT
+        q1 = tl.minimum((tile * TILE + TILE - 1) // REPEAT + 1, N)
+        k0 = block * BLOCK
+        low, high = tl.load(EXTREMES + block, exist, 0), tl.load(EXTREMES + blocks + block, exist, 0)
+        meet = exist & (k0 < q1) & (high > q0)
+        whole = meet & (k0 + BLOCK - 1 <= q0) & (low >= q1)
+        if WINDOWED:
+            low = tl.load(EXTREMES + 2 * blocks + block, exist, 0)
+            high = tl.load(EXTREMES + 3 * blocks + block, exist, 0)
+            meet = meet & (tl.load(DEPTHS + tile, exist, 0) - high < window)
+            whole = whole & meet & (tl.load(DEPTHS + tiles + tile, exist, 0) - low < window)
+        part = (meet & (whole == 0)).to(tl.int32)  # [128]
+        whole = whole.to(tl.int32)
+        if FILL:
+            tl.store(OTHER + masked + tl.cumsum(part, 0) - 1, others, part > 0)
+            tl.store(OTHER + unmasked + tl.cumsum(whole, 0) - 1, others, whole > 0)
+        masked += tl.sum(part, 0)
+        unmasked += tl.sum(whole, 0)
+    if not FILL:
+        tl.store(COUNT + 2 * owner, masked)
+        tl.store(COUNT + 2 * owner + 1, unmasked)
+
+
+# ---- autograd
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, sinks, plan, scale, window, softcap):
+        output = query.new_empty(*query.shape[:2], value.shape[2])  # [N, H, Dv]
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)  # [N, H]
+        ctx.options = (plan, scale, window, softcap)
+        ctx.save_for_backward(query, key, value, sinks, output, lse)
+        fast = _hopper(query, key, value, softcap)
+        if fast:
+            fast.forward(query, key, value, output, lse, sinks, plan, scale, window, meetings)
+        else:
+            _launch("forward", _forward, ctx, (query, key, value), (output, lse, sinks))
+        return output, lse
+
+    @staticmethod
+    def backward(ctx, doutput, dlse):
+        query, key, value, sinks, output, lse = ctx.saved_tensors
+        plan, scale, window, softcap = ctx.options
+        doutput = _dense(doutput)
+        dquery, dkey, dvalue = (torch.empty_like(tensor) for tensor in (query, key, value))
+        fast = _hopper(query, key, value, softcap)
+        fold = fast.fold(query, key) if fast else query.shape[1] // key.shape[1]
+        lse, delta = _folded(output, doutput, lse, dlse, fold)  # [F, R padded] each
+        if fast:
+            rows, gradients = (query, key, value, doutput), (dquery, dkey, dvalue)
+            fast.backward(*rows, *gradients, lse, delta, plan, scale, window, meetings)
+        else:
+            _launch("dq", _backward_query, ctx, (query, key, value, doutput, dquery), (lse, delta))
+            _launch("dkv", _backward_key, ctx, (query, key, value, doutput, dkey, dvalue), (lse, delta))
+        dsinks = None
+        if sinks is not None:
+            sink = sinks.float().view(len(lse), 1, -1) * LOG2E  # [F, 1, H / F]
+            weight = (sink - _unfolded(lse, query)).exp2()  # [F, N, H / F]
+            dsinks = -(weight * _unfolded(delta, query)).sum(1).flatten().to(sinks.dtype)  # [H]
+        return dquery, dkey, dvalue, dsinks, None, None, None, None
+
+
+def _hopper(query, key, value, softcap):
+    """The module with the kernels of Hopper where they can take the call, else None."""
+    if not HOPPER or not query.is_cuda or torch.cuda.get_device_capability(query.device) != (9, 0):
+        return None
+    try:
+        from attention import hopper
+    except ImportError:  # Gluon is experimental: other versions of Triton may lack a part
+        return None
+    return hopper if hopper.fits(query, key, value, softcap) else None
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor [N, heads, size], or a copy of it where its rows cannot be read 16 bytes at a time."""
+    step = 16 // tensor.element_size()
+    strided = tensor.stride(2) == 1 and tensor.stride(0) % step == 0 and tensor.stride(1) % step == 0
+    return tensor if strided and tensor.data_ptr() % 16 == 0 else tensor.contiguous()
+
+
+def _launch(kind: str, kernel, ctx, strided: tuple, plain: tuple) -> None:
+    """Runs a kernel: a program per tile ("dkv": block) and K/V head. `strided` tensors: [N, heads, size]."""
+    plan, scale, window, softcap = ctx.options
+    query, key, value = strided[:3]
+    length, heads, size = query.shape
+    groups, value_size = key.shape[1], value.shape[2]
+    tile, block, warps, stages = sizes(kind, query, max(size, value_size))
+    owner = "block" if kind == "dkv" else "tile"
+    lists = meetings(plan, owner, groups, tile, block, heads // groups, window)
+    kernel[(len(lists.work),)](
+        *strided,
+        *plain,
+        plan.subtree_end,
+        plan.depth,
+        lists.work,
+        lists.other,
+        length,
+        triton.cdiv(length * heads // groups, FOLD_TILE) * FOLD_TILE,
+        scale,
+        0 if window is None else window,
+        1.0 if softcap is None else softcap,
+        *(stride for tensor in strided for stride in tensor.stride()[:2]),
+        HEADS=heads,
+        REPEAT=heads // groups,
+        SIZE=size,
+        VALUE_SIZE=value_size,
+        SIZE_PADDED=max(16, triton.next_power_of_2(size)),
+        VALUE_PADDED=max(16, triton.next_power_of_2(value_size)),
+        TILE=tile,
+        BLOCK=block,
+        WINDOWED=window is not None,
+        CAPPED=softcap is not None,
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+def sizes(kind: str, query: torch.Tensor, head: int) -> tuple[int, int, int, int]:
+    """(rows of a tile, keys of a block, warps, pipeline stages) of a kernel, by measurement."""
+    large = query.is_cuda and torch.cuda.get_device_capability(query.device) == (9, 0)
+    if query.dtype == torch.float32 or head > 128 or not large:
+        bytes_of_a_row = triton.next_power_of_2(head) * query.element_size()
+        if bytes_of_a_row > 512:
+            return 32, 32, 4, 1
+        return (64, 32, 4, 1) if bytes_of_a_row > 256 else (64, 64, 4, 2)
+    if kind == "forward":
+        return (128, 128, 8, 2) if head > 64 else (128, 128, 8, 3)
+    return (128, 64, 8, 2) if kind == "dq" else (64, 128, 8, 2)
+
+
+# ---- kernels. Q, K, V, DO and gradients are [N, heads, size] with two strides, OUT [N, H, Dv], LSE [N, H].
+# In the backward LSE, to base 2, and DELTA are [F, R padded].
+
+
+@triton.jit
+def _work(WORK):
+    """owner, head, begin, middle, stop of this program."""
+    at = WORK + tl.program_id(0) * 8
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+
+
+@triton.jit
+def _rows(tile, group, N, HEADS: tl.constexpr, REPEAT: tl.constexpr, TILE: tl.constexpr):
+    """Tokens [T], heads [T] of a tile's rows, and which of them exist."""
+    rows = tile * TILE + tl.arange(0, TILE)  # [T]
+    tokens = rows // REPEAT  # [T]
+    return tokens, group * REPEAT + rows % REPEAT, tokens < N
+
+
+@triton.jit
+def _load(X, tokens, heads, exist, stride_n, stride_h, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """[len(tokens), PADDED] of X: zero where the token does not exist and past the head size."""
+    columns = tl.arange(0, PADDED)  # [PADDED]
+    at = X + (tokens.to(tl.int64) * stride_n + heads * stride_h)[:, None] + columns[None, :]
+    if SIZE == PADDED:
+        return tl.load(at, exist[:, None], 0.0)
+    return tl.load(at, exist[:, None] & (columns < SIZE)[None, :], 0.0)
+
+
+@triton.jit
+def _store(X, values, tokens, heads, exist, stride_n, stride_h, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    columns = tl.arange(0, PADDED)  # [PADDED]
+    at = X + (tokens.to(tl.int64) * stride_n + heads * stride_h)[:, None] + columns[None, :]
+    tl.store(at, values.to(X.dtype.element_ty), exist[:, None] & (columns < SIZE)[None, :])
+
+
+@triton.jit
+def _dot(a, b, acc):
+    """a b + acc in float32; float32 inputs pass the tensor cores in three parts, exact to about 1e-6."""
+    return tl.dot(a, b, acc, input_precision="tf32x3")
+
+
+@triton.jit
+def _visible(i, depth_i, j, end_j, depth_j, window, WINDOWED: tl.constexpr):
+    """The rule. Of each kind, the i's are a column and the j's a row, or the other way round."""
+    seen = (j <= i) & (i < end_j)
+    if WINDOWED:
+        seen &= depth_i - depth_j < window
+    return seen
+
+
+@triton.jit
+def _capped(scores, scale, cap, CAPPED: tl.constexpr):
+    """Scores before the scale -> (what to exponentiate, its factor, its derivative by the scaled score)."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    if CAPPED:
+        tanh = 2 * tl.sigmoid(scores * (2 * scale / cap)) - 1
+        return tanh, cap * LOG2E, 1 - tanh * tanh
+    else:
+        return scores, scale * LOG2E, 1.0
+
+
+@triton.jit(do_not_specialize=["N", "padded", "window"])
+def _forward(
+    Q, K, V, OUT, LSE, SINKS, END, DEPTH, WORK, OTHER, N, padded, scale, window, cap,
+    q_n, q_h, k_n, k_h, v_n, v_h,
+    HEADS: tl.constexpr, REPEAT: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    SIZE_PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    tile, group, begin, middle, stop = _work(WORK)
+    tokens, heads, exist = _rows(tile, group, N, HEADS, REPEAT, TILE)  # [T] each
+    q = _load(Q, tokens, heads, exist, q_n, q_h, SIZE, SIZE_PADDED)  # [T, D]
+    depth_i = tl.load(DEPTH + tokens, exist, 0) if WINDOWED else tokens  # [T]
+    acc = tl.zeros([TILE, VALUE_PADDED], tl.float32)  # [T, Dv]
+    total = tl.zeros([TILE], tl.float32)  # [T]
+    # Finite, so that a row whose first block is all masked multiplies by exp2(0) and not by a NaN.
+    most = tl.full([TILE], -1.0e30, tl.float32)  # [T]
+    for whole in tl.static_range(2):
+        for at in range(middle if whole else begin, stop if whole else middle):
+            j = tl.load(OTHER + at) * BLOCK + tl.arange(0, BLOCK)  # [B]
+            k = _load(K, j, group, j < N, k_n, k_h, SIZE, SIZE_PADDED)  # [B, D]
+            s = _dot(q, tl.trans(k), tl.zeros([TILE, BLOCK], tl.float32))  # [T, B]
+            s, factor, _ = _capped(s, scale, cap, CAPPED)
+            if not whole:
+                end_j = tl.load(END + j, j < N, 0)  # [B]
+                depth_j = tl.load(DEPTH + j, j < N, 0) if WINDOWED else j  # [B]
+                seen = _visible(
+                    tokens[:, None], depth_i[:, None], j[None, :], end_j[None, :], depth_j[None, :],
+                    window, WINDOWED,
+                )  # [T, B]  # fmt: skip
+                s = tl.where(seen, s, float("-inf"))
+            now = tl.maximum(most, tl.max(s, 1) * factor)  # [T]
+            p = tl.exp2(s * factor - now[:, None])  # [T, B]
+            shrink = tl.exp2(most - now)  # [T]
+            total = total * shrink + tl.sum(p, 1)
+            v = _load(V, j, group, j < N, v_n, v_h, VALUE_SIZE, VALUE_PADDED)  # [B, Dv]
+            acc = _dot(p.to(v.dtype), v, acc * shrink[:, None])
+            most = now
+    if SINKS is not None:
+        sink = tl.load(SINKS + heads).to(tl.float32) * 1.4426950408889634  # [T]
+        now = tl.maximum(most, sink)
+        shrink = tl.exp2(most - now)
+        total = total * shrink + tl.exp2(sink - now)
+        acc = acc * shrink[:, None]
+        most = now
+    acc = acc / total[:, None]
+    _store(OUT, acc, tokens, heads, exist, HEADS * VALUE_SIZE, VALUE_SIZE, VALUE_SIZE, VALUE_PADDED)
+    tl.store(LSE + tokens * HEADS + heads, (most + tl.log2(total)) * 0.6931471805599453, exist)
+
+
+@triton.jit(do_not_specialize=["N", "padded", "window"])
+def _backward_query(
+    Q, K, V, DO, DQ, LSE, DELTA, END, DEPTH, WORK, OTHER, N, padded, scale, window, cap,
+    q_n, q_h, k_n, k_h, v_n, v_h, do_n, do_h, dq_n, dq_h,
+    HEADS: tl.constexpr, REPEAT: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    SIZE_PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    tile, group, begin, middle, stop = _work(WORK)
+    tokens, heads, exist = _rows(tile, group, N, HEADS, REPEAT, TILE)  # [T] each
+    q = _load(Q, tokens, heads, exist, q_n, q_h, SIZE, SIZE_PADDED)  # [T, D]
+    do = _load(DO, tokens, heads, exist, do_n, do_h, VALUE_SIZE, VALUE_PADDED)  # [T, Dv]
+    depth_i = tl.load(DEPTH + tokens, exist, 0) if WINDOWED else tokens  # [T]
+    at_rows = group * padded + tile * TILE + tl.arange(0, TILE)  # [T]
+    lse, delta = tl.load(LSE + at_rows)[:, None], tl.load(DELTA + at_rows)[:, None]  # [T, 1] each
+    dq = tl.zeros([TILE, SIZE_PADDED], tl.float32)  # [T, D]
+    for whole in tl.static_range(2):
+        for at in range(middle if whole else begin, stop if whole else middle):
+            j = tl.load(OTHER + at) * BLOCK + tl.arange(0, BLOCK)  # [B]
+            k = _load(K, j, group, j < N, k_n, k_h, SIZE, SIZE_PADDED)  # [B, D]
+            v = _load(V, j, group, j < N, v_n, v_h, VALUE_SIZE, VALUE_PADDED)  # [B, Dv]
+            s = _dot(q, tl.trans(k), tl.zeros([TILE, BLOCK], tl.float32))  # [T, B]
+            s, factor, slope = _capped(s, scale, cap, CAPPED)
+            p = tl.exp2(s * factor - lse)  # [T, B]
+            if not whole:
+                end_j = tl.load(END + j, j < N, 0)  # [B]
+                depth_j = tl.load(DEPTH + j, j < N, 0) if WINDOWED else j  # [B]
+                seen = _visible(
+                    tokens[:, None], depth_i[:, None], j[None, :], end_j[None, :], depth_j[None, :],
+                    window, WINDOWED,
+                )  # [T, B]  # fmt: skip
+                p = tl.where(seen, p, 0.0)
+            dp = _dot(do, tl.trans(v), tl.zeros([TILE, BLOCK], tl.float32))  # [T, B]
+            ds = p * (dp - delta) * slope  # [T, B]
+            dq = _dot(ds.to(k.dtype), k, dq)
+    _store(DQ, dq * scale, tokens, heads, exist, dq_n, dq_h, SIZE, SIZE_PADDED)
+
+
+@triton.jit(do_not_specialize=["N", "padded", "window"])
+def _backward_key(
+    Q, K, V, DO, DK, DV, LSE, DELTA, END, DEPTH, WORK, OTHER, N, padded, scale, window, cap,
+    q_n, q_h, k_n, k_h, v_n, v_h, do_n, do_h, dk_n, dk_h, dv_n, dv_h,
+    HEADS: tl.constexpr, REPEAT: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    SIZE_PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    block, group, begin, middle, stop = _work(WORK)
+    j = block * BLOCK + tl.arange(0, BLOCK)  # [B]
+    k = _load(K, j, group, j < N, k_n, k_h, SIZE, SIZE_PADDED)  # [B, D]
+    v = _load(V, j, group, j < N, v_n, v_h, VALUE_SIZE, VALUE_PADDED)  # [B, Dv]
+    end_j = tl.load(END + j, j < N, 0)  # [B]
+    depth_j = tl.load(DEPTH + j, j < N, 0) if WINDOWED else j  # [B]
+    dk = tl.zeros([BLOCK, SIZE_PADDED], tl.float32)  # [B, D]
+    dv = tl.zeros([BLOCK, VALUE_PADDED], tl.float32)  # [B, Dv]
+    for whole in tl.static_range(2):
+        for at in range(middle if whole else begin, stop if whole else middle):
+            tile = tl.load(OTHER + at)
+            tokens, heads, exist = _rows(tile, group, N, HEADS, REPEAT, TILE)  # [T] each
+            q = _load(Q, tokens, heads, exist, q_n, q_h, SIZE, SIZE_PADDED)  # [T, D]
+            do = _load(DO, tokens, heads, exist, do_n, do_h, VALUE_SIZE, VALUE_PADDED)  # [T, Dv]
+            at_rows = group * padded + tile * TILE + tl.arange(0, TILE)  # [T]
+            lse, delta = tl.load(LSE + at_rows)[None, :], tl.load(DELTA + at_rows)[None, :]  # [1, T] each
+            s = _dot(k, tl.trans(q), tl.zeros([BLOCK, TILE], tl.float32))  # [B, T]
+            s, factor, slope = _capped(s, scale, cap, CAPPED)
+            p = tl.exp2(s * factor - lse)  # [B, T]
+            if not whole:
+                depth_i = tl.load(DEPTH + tokens, exist, 0) if WINDOWED else tokens  # [T]
+                seen = _visible(
+                    tokens[None, :], depth_i[None, :], j[:, None], end_j[:, None], depth_j[:, None],
+                    window, WINDOWED,
+                )  # [B, T]  # fmt: skip
+                p = tl.where(seen, p, 0.0)
+            dv = _dot(p.to(do.dtype), do, dv)
+            dp = _dot(v, tl.trans(do), tl.zeros([BLOCK, TILE], tl.float32))  # [B, T]
+            ds = p * (dp - delta) * slope  # [B, T]
+            dk = _dot(ds.to(q.dtype), q, dk)
+    _store(DK, dk * scale, j, group, j < N, dk_n, dk_h, SIZE, SIZE_PADDED)
+    _store(DV, dv, j, group, j < N, dv_n, dv_h, VALUE_SIZE, VALUE_PADDED)
+
+
+@triton.jit(do_not_specialize=["N", "padded"])
+def _fold(
+    OUT, DO, LSE, DLSE, FOLDED_LSE, DELTA, N, padded, do_n, do_h,
+    HEADS: tl.constexpr, REPEAT: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    tile, group = tl.program_id(0), tl.program_id(1)
+    tokens, heads, exist = _rows(tile, group, N, HEADS, REPEAT, TILE)  # [T] each
+    o = _load(OUT, tokens, heads, exist, HEADS * SIZE, SIZE, SIZE, PADDED).to(tl.float32)  # [T, Dv]
+    do = _load(DO, tokens, heads, exist, do_n, do_h, SIZE, PADDED).to(tl.float32)  # [T, Dv]
+    delta = tl.sum(o * do, 1) - tl.load(DLSE + tokens * HEADS + heads, exist, 0.0)  # [T]
+    lse = tl.load(LSE + tokens * HEADS + heads, exist, 0.0) * 1.4426950408889634  # [T]
+    at = group * padded + tile * TILE + tl.arange(0, TILE)  # [T]
+    tl.store(FOLDED_LSE + at, lse)
+    tl.store(DELTA + at, delta)
+
+
+def _folded(output, doutput, lse, dlse, fold: int) -> tuple:
+    """log2-sum-exp2 and do . o - dlse by row, `fold` heads a token: [F, R padded with 0] float32 each."""
+    length, heads, size = output.shape
+    tiles = triton.cdiv(length * fold, FOLD_TILE)
+    folded, delta = lse.new_empty(2, heads // fold, tiles * FOLD_TILE)
+    _fold[(tiles, heads // fold)](
+        output, doutput, lse, dlse.contiguous(), folded, delta, length, tiles * FOLD_TILE,
+        *doutput.stride()[:2],
+        HEADS=heads, REPEAT=fold, SIZE=size, PADDED=triton.next_power_of_2(size), TILE=FOLD_TILE,
+    )  # fmt: skip
+    return folded, delta
+
+
+def _unfolded(rows: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """[F, R padded] -> [F, N, H / F]"""
+    length, heads = query.shape[:2]
+    return rows[:, : length * heads // len(rows)].view(len(rows), length, -1)

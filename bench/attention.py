@@ -1,0 +1,292 @@
+"""Tree attention beside every prebuilt way to do it, on one GPU.
+
+    python bench/attention.py [--rows grpo,plain] [--heads 16/8] [--methods tree,"gather FA2"] [--json FILE]
+
+    tree           attention/tree.py, through the interface that the trainer uses
+    unshared       varlen flash attention over the samples laid end to end: no token is shared
+    gather         varlen flash attention over K and V gathered along the path of every segment
+    flex, flash    FlexAttention compiled with the mask j <= i < subtree_end[j], with its own kernels and with
+                   those of flash-attn-4; both compile anew for every row: --compiled names the rows to take
+
+FA2 is the one that comes with torch; FA4 and flash need flash-attn-4. Times are medians in milliseconds,
+forward and forward + backward. TFLOP/s counts what the tree needs (4 H D a visible pair, 2.5 times that
+backward), for "unshared" what the samples need. A last line per head shape compares errors with float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from triton.testing import do_bench
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import attention  # noqa: E402
+from attention import reference  # noqa: E402
+
+HEADS = {"16/8": (16, 8, 128), "32/8": (32, 8, 128)}  # query heads, K/V heads, head size: Qwen3 0.6B and 8B
+
+
+def groups(prompt: int, group: int, completion: int, count: int, jitter: float = 0.5) -> list:
+    """Segments (parent, length) of `count` prompts with `group` completions each."""
+    random = torch.Generator().manual_seed(0)
+    low, high = int(completion * (1 - jitter)), int(completion * (1 + jitter))
+    segments = []
+    for _ in range(count):
+        root = len(segments)
+        segments.append((-1, prompt))
+        for _ in range(group):
+            segments.append((root, int(torch.randint(low, high + 1, (1,), generator=random))))
+    return segments
+
+
+def agents(prompt: int, group: int, turns: int, turn: int, count: int) -> list:
+    """Chains of turns; beside each turn a leaf of half its length, as histories rendered anew leave them."""
+    random = torch.Generator().manual_seed(0)
+    segments = []
+    for _ in range(count):
+        root = len(segments)
+        segments.append((-1, prompt))
+        for _ in range(group):
+            parent = root
+            for _ in range(turns):
+                length = int(torch.randint(turn // 2, turn * 3 // 2, (1,), generator=random))
+                segments += [(parent, length // 2), (parent, length)]
+                parent = len(segments) - 1
+    return segments
+
+
+ROWS = {
+    "grpo": groups(1024, 8, 1024, 3),
+    "ratio3.4": groups(3072, 8, 768, 3),
+    "long_prompt": groups(8192, 16, 1024, 1),
+    "agent": agents(1024, 4, 6, 512, 2),
+    "plain": groups(2, 1, 2046, 16, jitter=0.3),
+}
+
+
+def layout(segments: list) -> SimpleNamespace:
+    """A row of the segments in depth-first order, with the indices that the other methods need."""
+    children = {index: [] for index in range(-1, len(segments))}
+    for index, (parent, _) in enumerate(segments):
+        children[parent].append(index)
+    subtree_end, depth, keys, query_starts, key_starts = [], [], [], [0], [0]
+    samples, sample_starts, longest = [], [0], 0
+
+    def visit(index, path):
+        nonlocal longest
+        start, length = len(depth), segments[index][1]
+        depth.extend(range(len(path), len(path) + length))
+        subtree_end.extend([0] * length)
+        path = path + list(range(start, start + length))
+        longest = max(longest, length)
+        keys.extend(path)
+        query_starts.append(start + length)
+        key_starts.append(len(keys))
+        for child in children[index]:
+            visit(child, path)
+        if not children[index]:
+            samples.extend(path)
+            sample_starts.append(len(samples))
+        subtree_end[start : start + length] = [len(depth)] * length
+
+    for root in children[-1]:
+        visit(root, [])
+    tensor = partial(torch.tensor, device="cuda")
+    lengths = [b - a for a, b in zip(sample_starts, sample_starts[1:], strict=False)]
+    return SimpleNamespace(
+        length=len(depth),
+        subtree_end=tensor(subtree_end, dtype=torch.int32),  # [N]
+        depth=tensor(depth),  # [N]
+        keys=tensor(keys),  # the path of each segment, one after the other
+        query_starts=tensor(query_starts, dtype=torch.int32),  # [S + 1]
+        key_starts=tensor(key_starts, dtype=torch.int32),  # [S + 1]
+        longest_segment=longest,
+        longest=max(depth) + 1,
+        samples=tensor(samples),  # the tokens of each sample, one after the other
+        sample_starts=tensor(sample_starts, dtype=torch.int32),
+        pairs=sum(depth) + len(depth),
+        sample_pairs=sum(length * (length + 1) // 2 for length in lengths),
+    )
+
+
+# ---- methods: (row, scale) -> a function of q [N, H, D], k, v [N, G, D]
+
+
+class FA2(torch.autograd.Function):
+    """The varlen flash attention of torch, causal and aligned at the end."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, q_starts, k_starts, q_longest, k_longest, scale):
+        ctx.longest = (q_longest, k_longest)
+        ctx.scale = scale
+        call = torch.ops.aten._flash_attention_forward
+        output, lse, state, unused, _ = call(
+            q, k, v, q_starts, k_starts, q_longest, k_longest, 0.0, True, False, scale=scale
+        )
+        ctx.save_for_backward(q, k, v, output, lse, q_starts, k_starts, state, unused)
+        return output
+
+    @staticmethod
+    def backward(ctx, doutput):
+        q, k, v, output, lse, q_starts, k_starts, state, unused = ctx.saved_tensors
+        call = torch.ops.aten._flash_attention_backward
+        rest = (*ctx.longest, 0.0, True, state, unused)
+        gradients = call(
+            doutput.contiguous(), q, k, v, output, lse, q_starts, k_starts, *rest, scale=ctx.scale
+        )
+        return *gradients, None, None, None, None, None
+
+
+def fa2(q, k, v, starts, scale):
+    return FA2.apply(q, k, v, *starts, scale)
+
+
+def fa4(q, k, v, starts, scale):
+    from flash_attn.cute import flash_attn_varlen_func
+
+    q_starts, k_starts, q_longest, k_longest = starts
+    output = flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=q_starts, cu_seqlens_k=k_starts, max_seqlen_q=q_longest, max_seqlen_k=k_longest,
+        softmax_scale=scale, causal=True,
+    )  # fmt: skip
+    return output[0] if isinstance(output, tuple) else output
+
+
+def unshared(flash, row, scale):
+    starts = (row.sample_starts, row.sample_starts, row.longest, row.longest)
+    return lambda q, k, v: flash(q, k, v, starts, scale)
+
+
+def gather(flash, row, scale):
+    starts = (row.query_starts, row.key_starts, row.longest_segment, row.longest)
+    return lambda q, k, v: flash(q, k.index_select(0, row.keys), v.index_select(0, row.keys), starts, scale)
+
+
+def flex(options, row, scale):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def rule(_batch, _head, i, j):
+        return (j <= i) & (i < row.subtree_end[j])
+
+    torch.compiler.reset()
+    mask = torch.compile(create_block_mask)(rule, None, None, row.length, row.length, device="cuda")
+    call = torch.compile(flex_attention, dynamic=False)
+
+    def run(q, k, v):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, H or G, N, D]
+        return call(q, k, v, block_mask=mask, scale=scale, enable_gqa=True, kernel_options=options)[
+            0
+        ].transpose(0, 1)
+
+    return run
+
+
+def tree(row, scale):
+    index = attention._index(row.subtree_end, row.depth)
+    return lambda q, k, v: index.attend(q, k, v, index.plan, scale)
+
+
+METHODS = {
+    "tree": tree,
+    "unshared FA2": partial(unshared, fa2),
+    "gather FA2": partial(gather, fa2),
+    "unshared FA4": partial(unshared, fa4),
+    "gather FA4": partial(gather, fa4),
+    "flex": partial(flex, None),
+    "flash": partial(flex, {"BACKEND": "FLASH"}),
+}
+
+
+# ---- measurements
+
+
+def inputs(row, heads, method="tree") -> list:
+    """q [N, H, D], k, v [N, G, D], bfloat16, with a gradient; of all the samples' tokens for "unshared"."""
+    query_heads, groups_, size = heads
+    length = len(row.samples) if method.startswith("unshared") else row.length
+    shapes = [(length, query_heads, size), (length, groups_, size), (length, groups_, size)]
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_(True) for shape in shapes]
+
+
+def measure(method, row, heads, milliseconds) -> dict:
+    tensors = inputs(row, heads, method)
+    run = METHODS[method](row, heads[2] ** -0.5)
+    gradient = torch.randn_like(run(*tensors))
+
+    def both():
+        for tensor in tensors:
+            tensor.grad = None
+        run(*tensors).backward(gradient)
+
+    both()
+    detached = [tensor.detach() for tensor in tensors]
+    median = partial(do_bench, warmup=milliseconds // 3, rep=milliseconds, return_mode="median")
+    forward, total = median(lambda: run(*detached)), median(both)
+    pairs = row.sample_pairs if method.startswith("unshared") else row.pairs
+    work = 4 * heads[0] * heads[2] * pairs / 1e9
+    return dict(
+        forward_ms=round(forward, 3),
+        both_ms=round(total, 3),
+        forward_tflops=round(work / forward, 1),
+        backward_tflops=round(2.5 * work / (total - forward), 1),
+    )
+
+
+def errors(heads) -> dict:
+    """Relative errors against float64 of out, dq, dk, dv on a small row: ours and flash attention's."""
+    row = layout(groups(256, 8, 256, 1))
+    tensors, scale = inputs(row, heads), heads[2] ** -0.5
+    gradient = torch.randn_like(tensors[0])
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    output = reference.attend(*exact, reference.plan(row.subtree_end, row.depth), scale)
+    wanted = [output.detach(), *torch.autograd.grad(output, exact, gradient.double())]
+    found = {}
+    for method in ("tree", "gather FA2"):
+        output = METHODS[method](row, scale)(*tensors)
+        got = [output.detach(), *torch.autograd.grad(output, tensors, gradient)]
+        found[method] = [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, wanted, strict=True)]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--heads", default=",".join(HEADS))
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument(
+        "--compiled", default=",".join(ROWS), help="rows on which flex and flash are measured"
+    )
+    parser.add_argument("--milliseconds", type=int, default=200, help="time spent on each measurement")
+    parser.add_argument("--json", help="file to write the results to")
+    options = parser.parse_args()
+    print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    results = {}
+    for heads in options.heads.split(","):
+        for name in options.rows.split(","):
+            row = layout(ROWS[name])
+            print(f"{heads} {name}: {row.length} tokens", flush=True)
+            for method in options.methods.split(","):
+                if method in ("flex", "flash") and name not in options.compiled.split(","):
+                    continue
+                try:
+                    result = measure(method, row, HEADS[heads], options.milliseconds)
+                except Exception as error:  # another method that cannot run must not hide ours
+                    result = dict(failed=f"{type(error).__name__}: {str(error)[:200]}")
+                results[f"{heads} {name} {method}"] = result
+                print(f"    {method:13}", *(f"{key} {value}" for key, value in result.items()), flush=True)
+        results[f"{heads} errors"] = found = errors(HEADS[heads])
+        ratios = [a / b for a, b in zip(found["tree"], found["gather FA2"], strict=True)]
+        print(f"{heads} errors of out, dq, dk, dv over those of FA2:", *(f"{ratio:.2f}" for ratio in ratios))
+    if options.json:
+        Path(options.json).write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""Everything before the first step: inputs, ranks, servers, the model.
+
+    check_inputs     what can be refused before anything loads
+    join_ranks       torch.distributed, and how a signal ends a run
+    start_embedded   serve.py beside the trainers
+    reach_servers    wait for them, and see whether they fit the options
+    load_model       float32 weights, sharded by FSDP2, computing in bf16 or float32
+
+Never: let a run begin that cannot end well. What is wrong is one line that names the option and what to do.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from subprocess import Popen
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+
+import attention
+import checkpoint
+import serve
+from client import Server, ServerError
+from conversation import read_template
+from options import OptionError, Options
+from rollout import check_task, load_loop
+from task import eval_rows, load_task
+
+ASKED_TWICE_S = 5.0  # a second signal this long after the first ends the run at once
+
+
+class Leaving:
+    """SIGINT and SIGTERM end a run between two micro-batches, where nothing is half counted.
+
+    Outside the loop (`in_loop` false), and when asked again after a while, they end it at once.
+    """
+
+    def __init__(self):
+        self.number: int | None = None
+        self.asked_at = 0.0
+        self.in_loop = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.ask)
+
+    def ask(self, number: int, _) -> None:
+        if self.number is None:
+            self.number, self.asked_at = number, time.monotonic()
+            if self.in_loop:
+                return
+        elif time.monotonic() - self.asked_at < ASKED_TWICE_S:
+            return
+        self.leave()
+
+    def cause(self) -> str:
+        return "" if self.number is None else f"{signal.Signals(self.number).name}: "
+
+    def leave(self) -> None:
+        """Exit through all the ends; no further signal cuts that short."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        raise SystemExit(128 + (self.number or signal.SIGTERM))
+
+
+@dataclass
+class Ranks:
+    """This process among the trainers."""
+
+    rank: int
+    size: int
+    device: torch.device
+    control: dist.ProcessGroup  # gloo, for plans and metrics; gradients and weights go over the default group
+    leaving: Leaving
+
+
+def check_inputs(options: Options, rollouts) -> Path | None:
+    """Look at model, task, loop, chat template, and the checkpoint to resume from; returns the latter.
+
+    OptionError names what cannot work, before a model loads or a server starts.
+    """
+    directory = Path(options.model)
+    if directory.is_dir() and not (directory / "config.json").is_file():
+        raise OptionError(f"--model {directory} is no model: it has no config.json")
+    if directory.is_dir() and not any(directory.glob("*.safetensors")):
+        raise OptionError(f"--model {directory} has no weights: there is no *.safetensors file in it")
+    source = {k: v for k, v in options.model_init_kwargs.items() if k in ("revision", "subfolder")}
+    try:
+        AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code, **source)
+    except (OSError, ValueError) as error:
+        raise OptionError(
+            f"--model {options.model} is neither a directory with a model nor a hub name that can be read: "
+            f"{first_line(error)}"
+        ) from error
+    if rollouts is None and int(os.environ.get("RANK", 0)) == 0:
+        loop = option_of("rollout_loop", load_loop, options.rollout_loop)
+        task = option_of("task", load_task, options.task, options.task_kwargs)
+        option_of("task", check_task, task, loop, options)
+        if options.eval_dataset:
+            option_of("eval_dataset", eval_rows, options.eval_dataset, task)
+        if options.chat_template:
+            option_of("chat_template", read_template, options.chat_template)
+    wanted = options.resume_from_checkpoint
+    if wanted is None or wanted.lower() == "false":
+        return None
+    path = checkpoint.newest(options.output_dir) if wanted.lower() == "true" else Path(wanted)
+    if path is None:
+        raise OptionError(f"--resume_from_checkpoint true: no complete checkpoint in {options.output_dir}")
+    checkpoint.read_state(path)
+    return path
+
+
+def option_of(name: str, read, *arguments):
+    """read(*arguments), the value of an option; what it refuses becomes an OptionError with the name."""
+    try:
+        return read(*arguments)
+    except (ValueError, TypeError) as error:
+        raise OptionError(f"--{name}: {error}") from error
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def join_ranks(options: Options) -> Ranks:
+    """Join the process group torchrun describes, or a group of one.
+
+    Until it stands a signal kills: a rank that waits for one which is gone runs no handler of Python's, and
+    there is nothing to end yet
+    (tests/test_faults.py::test_a_rank_that_waits_for_one_that_never_joins_can_be_ended).
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    # collectives outlast the calls to servers that rank 0 makes meanwhile: its error is the one to read
+    timeout = timedelta(seconds=max(options.ddp_timeout, options.vllm_server_timeout + 60))
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, **alone)
+    torch.manual_seed(options.seed)
+    return Ranks(rank, size, device, dist.new_group(backend="gloo", timeout=timeout), Leaving())
+
+
+def start_embedded(options: Options, ranks: Ranks, ends: ExitStack) -> Popen:
+    """Rank 0 starts serve.py beside the trainers; it loads while they do, and ends with the run."""
+    arguments = {
+        "model": options.model,
+        "port": 0,
+        "dtype": options.compute_dtype,
+        "device": str(ranks.device),
+        "max_model_len": options.embedded_max_model_len,
+        "max_num_seqs": options.embedded_max_num_seqs,
+        "max_logprobs": max(options.top_k, options.num_sampler_logprobs),
+        "transfer_timeout": options.vllm_server_timeout,
+    }
+    words = [str(word) for name, value in arguments.items() for word in (f"--{name}", value)]
+    process = serve.begin(words)
+    ends.callback(serve.end, process)
+    return process
+
+
+def reach_servers(options: Options, embedded: Popen | None, model) -> list[Server]:
+    """Rank 0's servers, up and fit for what the options ask. ServerError or OptionError with what to do."""
+    urls = options.vllm_server_base_url
+    if embedded:
+        urls = [serve.wait_for_url(embedded, options.vllm_server_timeout)]
+    servers = [Server(url, options.vllm_server_timeout) for url in urls]
+    for server in servers:
+        server.wait_until_ready()
+        served = server.models()[0].get("root")
+        if served != options.model:
+            print(f"note: {server.url} serves {served}, trained is {options.model}", flush=True)
+        config = server.server_info()["vllm_config"]["model_config"]
+        plain = options.temperature == 1 and options.top_k == 0
+        if config["logprobs_mode"] != "processed_logprobs" and not plain:
+            raise OptionError(
+                f"{server.url} returns {config['logprobs_mode']}, not what it samples from at --temperature "
+                f"{options.temperature} --top_k {options.top_k}: start it with --logprobs-mode "
+                "processed_logprobs"
+            )
+        wanted = max(options.top_k, options.num_sampler_logprobs if options.score_centering else 0)
+        if 0 <= config["max_logprobs"] < wanted:
+            raise OptionError(
+                f"{server.url} returns at most {config['max_logprobs']} log-probabilities a token, this run "
+                f"needs {wanted}: start it with --max-logprobs {wanted}, or lower --top_k / "
+                "--num_sampler_logprobs"
+            )
+        if not server.is_paused():  # a paused one would keep the question
+            check_vocabulary(server, model.get_input_embeddings().num_embeddings)
+    return servers
+
+
+def check_vocabulary(server: Server, size: int) -> None:
+    """The server must take the trainer's last token id and refuse the one after it."""
+    for token, known in ((size - 1, True), (size, False)):
+        try:
+            server.complete([token], max_tokens=1, seed=0)
+            taken = True
+        except ServerError as error:
+            if error.status != 400:
+                raise
+            taken = False
+        if taken != known:
+            raise OptionError(
+                f"{server.url} {'takes' if taken else 'refuses'} token id {token}, but --model has {size} "
+                "ids: start it with the model that is trained"
+            )
+
+
+def check_embedded(process: Popen) -> None:
+    if process.poll() is not None:
+        raise RuntimeError(obituary(process))
+
+
+def obituary(process: Popen) -> str:
+    return (
+        f"the embedded server ended with exit code {process.returncode} (-9: killed, out of memory?); "
+        "what it said is above. Resume the run from its last checkpoint"
+    )
+
+
+def load_model(options: Options, ranks: Ranks):
+    """The model in float32, sharded over the ranks, computing in bf16 or float32; and its tokenizer."""
+    attention.register()
+    kwargs = {
+        "dtype": options.dtype,
+        "trust_remote_code": options.trust_remote_code,
+        **options.model_init_kwargs,
+    }
+    try:
+        model = AutoModelForCausalLM.from_pretrained(options.model, attn_implementation="tree", **kwargs)
+    except OSError as error:
+        raise OptionError(f"--model {options.model}: {first_line(error)}") from error
+    tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
+    model.float().to(ranks.device)
+    for module in model.modules():  # under dropout the ratio of an unchanged policy would not be 1
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    attention.check(model)
+    if options.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    shard(model, options, ranks)
+    return model.train(), tokenizer
+
+
+def shard(model, options: Options, ranks: Ranks) -> None:
+    """FSDP2, a unit per layer and one for the rest of the backbone. Gradients are summed, not averaged."""
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, options.compute_dtype), reduce_dtype=torch.float32
+    )
+    backbone, head = model.get_decoder(), model.get_output_embeddings()
+    tied = head.weight is model.get_input_embeddings().weight
+    for layer in backbone.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(backbone, mesh=mesh, mp_policy=policy)
+    if tied:
+        head.weight = model.get_input_embeddings().weight  # the sharded one
+    else:
+        fully_shard(head, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+
+
+def make_optimizer(options: Options, model):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        parameters,
+        lr=options.learning_rate,
+        betas=(options.adam_beta1, options.adam_beta2),
+        eps=options.adam_epsilon,
+        weight_decay=options.weight_decay,
+        fused=True,
+    )
+    name = options.lr_scheduler_type
+    if name == "constant" and options.warmup_steps:
+        name = "constant_with_warmup"
+    return optimizer, get_scheduler(name, optimizer, options.warmup_steps, options.max_steps)
