@@ -190,17 +190,20 @@ class Server:
         seed: int,
         logprobs: int = 0,
         stop_token_ids: list[int] = (),
+        cache_salt: str | None = None,
         deadline: float | None = None,
+        give_up=None,
     ) -> Completion:
         """Sample one completion of `prompt_ids`; with every token come the `logprobs` most likely ones.
 
         Under `top_k` the answer also holds each token's candidate set, which needs `logprobs` >= `top_k`.
         Every sampling field is sent: one left out would be filled from the model's generation_config.json.
+        Requests share cached prefixes only under one `cache_salt`.
 
         Raises ServerError with the server's text, at once for a refusal (4xx), after the last attempt for
         what may pass (timeout, reset, refused connection, 5xx, a request that was aborted). Raises
         TimeoutError when `deadline` (time.monotonic) passes; the server drops the request when its connection
-        closes.
+        closes. `give_up`, asked after every failure that may pass, ends the attempts when it returns True.
         """
         body = {
             "prompt": prompt_ids,
@@ -220,9 +223,11 @@ class Server:
             "return_tokens_as_token_ids": True,
             "return_weight_versions": True,
         }
+        if cache_salt is not None:
+            body["cache_salt"] = cache_salt
         data = json.dumps(body)  # once: every attempt sends the same bytes
         return self._retried(
-            lambda timeout: self._sample(data, prompt_ids, logprobs, top_k, timeout), deadline
+            lambda timeout: self._sample(data, prompt_ids, logprobs, top_k, timeout), deadline, give_up
         )
 
     def _sample(
@@ -239,7 +244,7 @@ class Server:
             )
         return parse_choice(choice, logprobs, restricted=top_k > 0)
 
-    def _retried(self, attempt, deadline: float | None):
+    def _retried(self, attempt, deadline: float | None, give_up=None):
         """attempt(timeout) until it succeeds: the only retry layer there is."""
         first_failure = None
         for number in itertools.count(1):
@@ -250,6 +255,8 @@ class Server:
                 return attempt(left)
             except ServerError as error:
                 if error.status is not None and error.status < 500:
+                    raise
+                if give_up is not None and give_up():
                     raise
                 now = time.monotonic()
                 if deadline is not None and now >= deadline:

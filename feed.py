@@ -22,9 +22,10 @@ from dataclasses import dataclass
 
 from checkpoint import Progress
 from client import Notice
+from conversation import RolloutError
+from messages import DeathMessage, EndMessage, GroupMessage, MetricsMessage
 from metrics import Window
 from packing import Row, Sample, pack
-from rollout import DeathMessage, EndMessage, GroupMessage, MetricsMessage, RolloutError
 
 # what the ranks are told instead of a plan
 WAITING = "waiting"  # nothing yet; so that their collectives do not time out

@@ -53,6 +53,9 @@ class Options:
     # Generation
     num_generations: int = option(8, "rollouts per prompt (a group)")
     max_completion_length: int = option(2048, "most tokens of one turn")
+    max_tool_calling_iterations: int | None = option(
+        None, "rounds of tool calls in one rollout (none = no bound)"
+    )
     temperature: float = option(1.0, "sampling temperature, on both sides of the ratio")
     top_p: float = option(1.0, "nucleus sampling; below 1 it needs top_k, which bounds the candidate set")
     top_k: int = option(0, "sample among the k most likely tokens (0 = all)")
@@ -77,8 +80,17 @@ class Options:
         "stop", ["stop", "skip"], "what a reward function that fails does to the run"
     )
     max_staleness: int = option(4, "weight updates generation may run ahead of training")
+    eval_dataset: str | None = option(
+        None, "held-out prompts: path.py:function, module:function, or a .jsonl or .parquet file"
+    )
+    eval_steps: int | None = option(None, "optimizer steps between evaluations; the first is at the start")
+    record: str | None = option(None, "write every group that is generated to this file")
+    replay: str | None = option(None, "train from a recorded file instead of servers, one pass over it")
+    rollout_only: bool = option(
+        False, "generate and score num_train_epochs passes over the prompts with the servers' weights"
+    )
     log_completions: bool = option(
-        False, "print one group's completions with their rewards per weight update"
+        False, "write all completions to output_dir, and print those of one group of every version"
     )
     num_completions_to_print: int | None = option(None, "how many of them (none = all)")
 
@@ -172,6 +184,7 @@ def parse_object(name: str, value) -> dict:
 RANGES = [
     ("num_generations", lambda v: v >= 2, "at least 2: an advantage compares rollouts of one prompt"),
     ("max_completion_length", lambda v: v >= 1, "at least 1"),
+    ("max_tool_calling_iterations", lambda v: v is None or v >= 1, "at least 1, or none"),
     ("temperature", lambda v: v > 0, "above 0: a greedy sampler has no log-probabilities to train on"),
     ("top_p", lambda v: 0 < v <= 1, "in (0, 1]"),
     ("top_k", lambda v: v >= 0, "0 (off) or more"),
@@ -183,6 +196,7 @@ RANGES = [
     ("rollout_timeout", lambda v: v is None or v > 0, "above 0 seconds, or none"),
     ("rollout_worker_timeout", lambda v: v > 0, "above 0 seconds"),
     ("max_staleness", lambda v: v >= 0, "0 or more"),
+    ("eval_steps", lambda v: v is None or v >= 1, "at least 1, or none"),
     ("num_completions_to_print", lambda v: v is None or v >= 1, "at least 1, or none"),
     ("num_sampler_logprobs", lambda v: v >= 1, "at least 1"),
     ("epsilon", lambda v: 0 <= v < 1, "in [0, 1)"),
@@ -230,10 +244,25 @@ def check(options: Options) -> Options:
     if options.max_steps > 0 and options.warmup_steps >= options.max_steps:
         raise OptionError(f"--warmup_steps {options.warmup_steps} leaves nothing of --max_steps")
     check_effects(options)
+    if (options.eval_dataset is None) != (options.eval_steps is None):
+        raise OptionError("--eval_dataset and --eval_steps have an effect only together")
+    if options.eval_steps is not None and options.eval_steps % options.weight_sync_steps:
+        raise OptionError(
+            f"--eval_steps {options.eval_steps} must be a multiple of --weight_sync_steps "
+            f"{options.weight_sync_steps}: servers evaluate the weights they have"
+        )
+    if options.replay is not None:
+        check_replay(options)
+    if options.rollout_only and (options.max_steps > 0 or options.eval_dataset):
+        raise OptionError(
+            "--max_steps and --eval_dataset have no effect with --rollout_only: nothing is trained, and "
+            "--num_train_epochs bounds it"
+        )
     for url in options.vllm_server_base_url:
         if url != "embedded" and not url.startswith(("http://", "https://")):
             raise OptionError(
-                f"--vllm_server_base_url {url}: a URL starts with http:// or https://, e.g. http://localhost:8000"
+                f"--vllm_server_base_url {url}: a URL starts with http:// or https://, such as "
+                "http://localhost:8000"
             )
     if "embedded" in options.vllm_server_base_url and not options.embedded:
         raise OptionError(
@@ -269,6 +298,17 @@ def check_effects(options: Options) -> None:
         defaults.epsilon,
     ):
         print("note: under score centering --epsilon only feeds the clip_ratio metrics", flush=True)
+
+
+def check_replay(options: Options) -> None:
+    """A replay has no servers, no rollout process and no prompts of its own."""
+    if not Path(options.replay).is_file():
+        raise OptionError(f"--replay {options.replay}: there is no such file; --record FILE writes one")
+    if options.token_budget is None:
+        raise OptionError("--replay needs --token_budget: no server tells its max_model_len")
+    for name in ("record", "rollout_only", "log_completions", "eval_dataset"):
+        if getattr(options, name):
+            raise OptionError(f"--{name} has no effect with --replay: nothing is generated; leave it out")
 
 
 def parse(arguments: list[str]) -> Options:
@@ -340,7 +380,7 @@ def parse_or_exit(arguments: list[str]) -> Options:
     """`parse` and `check`; a bad option is one line on stderr and exit code 2."""
     try:
         options = check(parse(arguments))
-        if not options.task:
+        if not options.task and options.replay is None:
             raise OptionError("--task is required: a module with dataset() and rewards, e.g. tasks/sort.py")
         return options
     except OptionError as error:

@@ -1,4 +1,4 @@
-"""The rollout process: the life of a prompt, from the dataset to the queue.
+"""The rollout loop: the life of a prompt, from the dataset to the queue.
 
     dataset -> filter_prompt -> group -> num_generations x generate_one -> rewards -> advantages -> queue
                              ^                    | one request a turn   ^                       |
@@ -6,16 +6,14 @@
               trainer's allowance           least loaded first    at most               rewards are equal
 
 A *group* is one prompt and its rollouts, a *rollout* one conversation, a *turn* one sampling request, a
-*sample* what is trained. The trainer holds a `RolloutProcess`; the process runs a `RolloutLoop`, an asyncio
-loop whose steps can be overridden one by one. Four kinds of message come out: GroupMessage (one for every
-prompt of an epoch, with its samples or the reason why there are none), EndMessage once the prompts are used
-up, MetricsMessage, and DeathMessage with a traceback.
+*sample* what is trained. `RolloutLoop` is an asyncio loop whose steps can be overridden one by one; it runs
+in a process of its own (process.py) and tells the trainer what came of each prompt (messages.py).
 
 How much is in flight has three limits: tokens not yet trained (`allowance`, published by the trainer), what
 the servers' key/value caches hold (`next_cap`), and max_concurrent_rollouts.
 
-Never: touch a GPU; turn a missing reward into a zero (tests/test_rollout.py::test_group_scoring_case); lose a
-group without a message; outlive the trainer (tests/test_rollout.py::test_the_process_ends_with_its_parent).
+Never: touch a GPU; lose a group without a message; turn a missing reward into a zero
+(tests/test_scoring.py::test_group_scoring_case).
 """
 
 from __future__ import annotations
@@ -25,22 +23,12 @@ import contextlib
 import contextvars
 import functools
 import hashlib
-import importlib
-import importlib.util
 import inspect
 import itertools
+import json
 import math
-import multiprocessing
-import multiprocessing.connection
-import numbers
-import os
-import pickle
-import queue
-import signal
-import sys
 import threading
 import time
-import traceback
 from collections import Counter, OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -48,8 +36,47 @@ from pathlib import Path
 
 import numpy as np
 
-from client import Server, ServerError
+from client import Completion, Server, ServerError
+from conversation import (
+    FORMATS,
+    Call,
+    Renderer,
+    Rollout,
+    RolloutError,
+    Turn,
+    call_id,
+    probe,
+    read_template,
+    samples_of,
+)
+from messages import EndMessage, GroupMessage, MetricsMessage
 from packing import Sample
+from scoring import (
+    Group,
+    MetricsBuffer,
+    as_reward,
+    as_rewards,
+    completion_lines,
+    completion_metrics,
+    drop_reason,
+    is_async,
+    print_completions,
+    total_rewards,
+    trained_metrics,
+)
+from task import (
+    Environments,
+    Task,
+    check_row,
+    environment_name,
+    eval_rows,
+    load_task,
+    locate,
+    opened,
+    schema_of,
+    source_names,
+    tools_of,
+)
 
 SCORE_QUEUE = 16  # groups that wait to be scored, and as many that are being scored
 TICK_S = 0.05  # heartbeat, and how soon a new allowance is noticed
@@ -57,455 +84,8 @@ REPORT_S = 1.0  # between two metrics messages
 POLL_S = 5.0  # between two looks at a server's /metrics
 CLOSE_S = 5.0  # seconds for close(), and for what is in flight, when the loop ends
 MEMORY = 512  # rollouts that the running mean of their tokens looks back on
+SHOWN = 200  # characters of a malformed call that the model is shown again
 STREAMED_ROWS = 4096  # rows of a streaming dataset that can still be sampled again
-
-
-class RolloutError(RuntimeError):
-    """The rollout process cannot go on; the text says why."""
-
-
-# -------------------------------------------------------------------------------------------- what hooks see
-
-
-@dataclass
-class Turn:
-    """One sampling request and its answer."""
-
-    prompt_ids: list[int]  # the whole prompt that was sent
-    output_ids: list[int]
-    output_logp: np.ndarray  # the sampler's, one per output token
-    output_mask: list[int] | None = None  # 1 = trained, 0 = context only; None = all 1
-    candidate_ids: list[list[int]] | tuple | None = (
-        None  # per token, or (values, offsets); None = whole vocabulary
-    )
-    topk: list[dict] | tuple | None = (
-        None  # per token id -> logp, or (ids [n, K], logp [n, K]), most likely first
-    )
-    versions: np.ndarray | None = None  # version that made each token; None = the group's
-
-
-@dataclass
-class Rollout:
-    """One conversation."""
-
-    completion: list[dict]  # messages after the prompt
-    completion_ids: list[int]
-    turns: list[Turn]
-    tool_call_count: int = 0
-    tool_failure_count: int = 0
-    reward: float | None = None  # None = no reward from this source
-    rollout_id: int = -1
-
-
-@dataclass
-class Group:
-    """One prompt and its rollouts, as compute_advantages sees it."""
-
-    rollouts: list[Rollout]
-    prompts: list[list[dict]]  # the same prompt once per rollout, as reward functions get it
-    reward_kwargs: dict[str, list]  # the row's other columns, once per rollout
-    rewards: np.ndarray | None  # float64 [num_generations], NaN = unscored
-    group_id: int
-    row_index: int
-    version: int  # when its first rollout began
-
-
-# -------------------------------------------------------------------------------------------------- messages
-
-
-@dataclass
-class GroupMessage:
-    """One prompt of an epoch is through: its samples, or why there are none."""
-
-    group_id: int
-    samples: list[Sample]
-    dropped: str | None
-    dataset_size: int | None  # None = streaming, and the end was not seen yet
-    generated: dict[str, int]  # samples and tokens that were generated, dropped ones too
-
-
-@dataclass
-class EndMessage:
-    """No new prompt is left; a run that is resumed at its end learns the dataset's size from nothing else."""
-
-    dataset_size: int
-
-
-@dataclass
-class MetricsMessage:
-    values: dict  # name -> number, list (mean over all of them) or (numerator, denominator)
-
-
-@dataclass
-class DeathMessage:
-    traceback: str
-
-
-# ------------------------------------------------------------------------------------------ turns -> samples
-
-
-def samples_of(
-    rollout: Rollout, group_id: int, row_index: int, version: int
-) -> tuple[list[Sample], list[int]]:
-    """A rollout's samples, advantage 0 for now, and the tokens rendered anew at every change of turn.
-
-    A turn whose prompt starts with exactly the tokens held so far continues the sample, its new prompt part
-    being context; any other turn starts a new sample. Tokens without a version of their own were made by
-    `version`.
-    """
-    runs, drift = reconcile(rollout.turns)
-    samples = [sample_of(run, rollout.rollout_id, group_id, row_index, version) for run in runs]
-    return [s for s in samples if s.trained.any()], drift
-
-
-def reconcile(turns: list[Turn]) -> tuple[list[list[tuple[list[int], Turn]]], list[int]]:
-    """Turns -> runs of (context ids, turn), one run per sample, and the drift of every change of turn.
-
-    Drift is how many held tokens the next prompt does not repeat: 0 continues the sample, more forks it.
-    There is no tolerance: the sampler never saw any other tokens than its prompt's.
-    """
-    runs, drift, held = [], [], None
-    for turn in turns:
-        prompt = list(turn.prompt_ids)
-        if held is not None and prompt[: len(held)] == held:
-            runs[-1].append((prompt[len(held) :], turn))
-            drift.append(0)
-        else:
-            runs.append([(prompt, turn)])
-            if held is not None:
-                drift.append(len(held) - common_prefix(held, prompt))
-        held = prompt + list(turn.output_ids)
-    return runs, drift
-
-
-def common_prefix(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def sample_of(run, rollout_id: int, group_id: int, row_index: int, version: int) -> Sample:
-    """One run of (context ids, turn) as a sample of L tokens."""
-    length = sum(len(context) + len(turn.output_ids) for context, turn in run)
-    input_ids = np.empty(length, dtype=np.int32)
-    trained = np.zeros(length, dtype=bool)
-    logp = np.zeros(length, dtype=np.float32)
-    versions = np.full(length, version, dtype=np.int32)
-    generated = []  # versions of generated tokens only
-    pieces = []  # (slice of the output, turn)
-    start = 0
-    for context, turn in run:
-        out = slice(start + len(context), start + len(context) + len(turn.output_ids))
-        made, scored = len(turn.output_ids), len(turn.output_logp)
-        if made != scored:
-            raise RolloutError(f"rollout {rollout_id}: {made} tokens but {scored} log-probabilities")
-        input_ids[start : out.start] = context
-        input_ids[out] = turn.output_ids
-        trained[out] = True if turn.output_mask is None else np.asarray(turn.output_mask, dtype=bool)
-        logp[out] = turn.output_logp
-        if turn.versions is not None:
-            versions[out] = turn.versions
-        generated.append(versions[out])
-        pieces.append((out, turn))
-        start = out.stop
-    trained[:1] = False  # nothing predicts the first token
-    topk_ids, topk_logp = topk_table(pieces, length)
-    return Sample(
-        input_ids=input_ids,
-        trained=trained,
-        sampler_logp=logp,
-        advantage=0.0,
-        group_id=group_id,
-        row_index=row_index,
-        rollout_id=rollout_id,
-        version=int(np.concatenate(generated).min(initial=np.iinfo(np.int32).max)),
-        candidate_ids=candidate_lists(pieces, length),
-        topk_ids=topk_ids,
-        topk_logp=topk_logp,
-        token_version=versions,
-    )
-
-
-def candidate_lists(pieces: list[tuple[slice, Turn]], length: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Candidate sets of a sample as (int32 values, int64 offsets [L+1]); context has empty lists."""
-    if all(turn.candidate_ids is None for _, turn in pieces):
-        return None
-    counts = np.zeros(length, dtype=np.int64)
-    values = []
-    for out, turn in pieces:
-        sets = turn.candidate_ids
-        if isinstance(sets, tuple):
-            counts[out] = np.diff(sets[1])
-            values.append(np.asarray(sets[0], dtype=np.int32))
-        elif sets is not None:
-            counts[out] = [len(ids) for ids in sets]
-            values.append(np.fromiter(itertools.chain.from_iterable(sets), dtype=np.int32))
-    return np.concatenate(values), np.concatenate([[0], np.cumsum(counts)])
-
-
-def topk_table(
-    pieces: list[tuple[slice, Turn]], length: int
-) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-    """The sampler's most likely tokens, int32 [L, K] and float32 [L, K]; -1 and -inf where there are none."""
-    tables = [(out, topk_arrays(turn.topk)) for out, turn in pieces if turn.topk is not None]
-    if not tables:
-        return None, None
-    width = max(ids.shape[1] for _, (ids, _) in tables)
-    topk_ids = np.full((length, width), -1, dtype=np.int32)
-    topk_logp = np.full((length, width), -np.inf, dtype=np.float32)
-    for out, (ids, logp) in tables:
-        topk_ids[out, : ids.shape[1]] = ids
-        topk_logp[out, : ids.shape[1]] = logp
-    return topk_ids, topk_logp
-
-
-def topk_arrays(topk) -> tuple[np.ndarray, np.ndarray]:
-    """Turn.topk as arrays [n, K]; a list of id -> logp is laid out by falling probability."""
-    if isinstance(topk, tuple):
-        return topk
-    width = max(map(len, topk), default=0)
-    ids = np.full((len(topk), width), -1, dtype=np.int32)
-    logp = np.full((len(topk), width), -np.inf, dtype=np.float32)
-    for i, entries in enumerate(topk):
-        for j, (token, value) in enumerate(sorted(entries.items(), key=lambda entry: -entry[1])):
-            ids[i, j], logp[i, j] = token, value
-    return ids, logp
-
-
-# ----------------------------------------------------------------------------------------------------- tasks
-
-
-@dataclass
-class Task:
-    """What is learnt: prompts and the functions that score completions."""
-
-    name: str
-    dataset: object  # datasets.Dataset or IterableDataset, with a column `prompt`
-    rewards: list
-    tools: list = field(default_factory=list)
-
-
-def load_task(spec, task_kwargs: dict | None = None) -> Task:
-    """The task named by `spec`: path, path:function, module or module:function; or an object that is one.
-
-    A task has `dataset` (a dataset, or a function of task_kwargs that returns one), `rewards` and optionally
-    `tools`; a function named in `spec` returns such an object. Raises ValueError for an unknown task or
-    prompts that cannot be used, TypeError for a reward that the rollout process cannot be handed.
-    """
-    task_kwargs = task_kwargs or {}
-    source = locate(spec, "task")
-    if inspect.isfunction(source):
-        takes_kwargs = bool(inspect.signature(source).parameters)
-        source, task_kwargs = (source(**task_kwargs), {}) if takes_kwargs else (source(), task_kwargs)
-    name = spec if isinstance(spec, str) else type(spec).__name__
-    rewards = reward_functions(source, name)
-    dataset = getattr(source, "dataset", None)
-    if callable(dataset):
-        dataset = dataset(**task_kwargs)
-    elif task_kwargs:
-        raise ValueError(f"task_kwargs {sorted(task_kwargs)}: nothing in task {name} takes them")
-    if dataset is None:
-        raise ValueError(f"task {name} has no dataset: define dataset(**task_kwargs)")
-    row = next(iter(dataset), None)
-    if row is None:
-        raise ValueError(f"the dataset of task {name} is empty")
-    check_prompt(row, f"row 0 of task {name}")
-    return Task(name, dataset, rewards, list(getattr(source, "tools", None) or []))
-
-
-def locate(spec, what: str):
-    """The module, or the thing inside it, that `path.py`, `path.py:name`, `module` or `module:name` names."""
-    if not isinstance(spec, str):
-        return spec
-    place, _, name = spec.partition(":")
-    if not place:
-        raise ValueError(f"{what} {spec!r} must be path.py, path.py:name, module or module:name")
-    if place.endswith(".py"):
-        module = module_at(Path(place), what)
-    else:
-        try:
-            module = importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-                raise  # the module is there, something it imports is not
-            raise ValueError(
-                f"unknown {what} {spec!r}: there is no module {place}; a file ends in .py"
-            ) from None
-    if not name:
-        return module
-    if not hasattr(module, name):
-        raise ValueError(f"unknown {what} {spec!r}: {place} has no {name}")
-    return getattr(module, name)
-
-
-def module_at(path: Path, what: str):
-    """Import a file, once per process, under a name that hides no other module."""
-    if not path.is_file():
-        raise ValueError(f"unknown {what}: there is no file {path}")
-    path = path.resolve()
-    name = f"{what}_{path.stem}"
-    if name in sys.modules and sys.modules[name].__file__ == str(path):
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def reward_functions(source, task_name: str) -> list:
-    """The task's rewards; TypeError names the first that cannot be handed to the rollout process."""
-    rewards = getattr(source, "rewards", None) or []
-    rewards = [rewards] if callable(rewards) else list(rewards)
-    for reward in rewards:
-        if not callable(reward):
-            raise TypeError(
-                f"reward {reward!r} of task {task_name} is no function; call a served model from one"
-            )
-        inner = reward
-        while isinstance(inner, functools.partial):
-            inner = inner.func
-        qualname = getattr(inner, "__qualname__", None) or type(inner).__qualname__
-        if "<lambda>" in qualname or "<locals>" in qualname:
-            raise TypeError(
-                f"reward {qualname} of task {task_name} is a lambda or closure and cannot be handed to the "
-                "rollout process; use a module-level function, functools.partial or an instance of a "
-                "module-level class"
-            )
-    return rewards
-
-
-def source_names(rewards: list) -> list[str]:
-    """Names in metrics: __name__, a partial's function's, an instance's class. A repeated one is numbered."""
-    names = []
-    for reward in rewards:
-        while isinstance(reward, functools.partial):
-            reward = reward.func
-        name = getattr(reward, "__name__", type(reward).__name__)
-        names.append(name if name not in names else f"{name}_{len(names)}")
-    return names
-
-
-def check_prompt(row: dict, where: str) -> None:
-    """Raises ValueError unless the row's prompt is a list of text messages."""
-    if "prompt" not in row:
-        raise ValueError(f"{where} has no column `prompt`; its columns are {sorted(row)}")
-    prompt = row["prompt"]
-    conversational = (
-        isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt)
-    )
-    if not conversational:
-        raise ValueError(
-            f"the prompt of {where} is not conversational: it must be a list of messages like "
-            f"[{{'role': 'user', 'content': ...}}], not {str(prompt)[:80]!r}"
-        )
-    for message in prompt:
-        parts = message.get("content")
-        for part in parts if isinstance(parts, list) else ():
-            if isinstance(part, dict) and "image" in str(part.get("type")):
-                raise ValueError(f"the prompt of {where} holds an image; only text can be trained on")
-
-
-# --------------------------------------------------------------------------------------------------- scoring
-
-
-def is_async(function) -> bool:
-    """Is it an `async def`, a partial of one, or an instance whose calls are?"""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def as_rewards(result, count: int) -> np.ndarray:
-    """What a reward function returned, float64 [count], NaN = does not apply; TypeError, ValueError."""
-    if isinstance(result, (str, bytes, dict)) or not hasattr(result, "__len__"):
-        raise TypeError(f"it must return a list of {count} values, not {result!r}")
-    if len(result) != count:
-        raise ValueError(f"it returned {len(result)} values for {count} completions")
-    return np.array([as_reward(value) for value in result], dtype=np.float64)
-
-
-def as_reward(value) -> float:
-    """One reward; None becomes NaN. TypeError for anything but a number, ValueError for an infinite one."""
-    if hasattr(value, "item"):  # a scalar of numpy or torch
-        value = value.item()
-    if value is None:
-        return math.nan
-    if not isinstance(value, numbers.Real):
-        raise TypeError(f"a reward must be a number or None, not {value!r}")
-    if math.isinf(value):
-        raise ValueError(f"a reward must be finite, not {value!r}")
-    return float(value)
-
-
-def total_rewards(sources: dict[str, np.ndarray], count: int) -> np.ndarray:
-    """Sum over the sources that scored a rollout; NaN where none did. float64 [count]."""
-    values = np.array(list(sources.values())).reshape(-1, count)  # [sources, count]
-    return np.where(np.isnan(values).all(axis=0), np.nan, np.nansum(values, axis=0))
-
-
-def drop_reason(rewards: np.ndarray) -> str | None:
-    """Why a group teaches nothing, or None. Compares rewards: the std of equal ones can be above 0."""
-    scored = rewards[~np.isnan(rewards)]
-    if len(scored) < 2:
-        return "fewer than two scored"
-    high, low = scored.max(), scored.min()
-    return "equal rewards" if high - low <= 1e-8 * max(1.0, abs(high)) else None
-
-
-def std_of(values: np.ndarray) -> float:
-    """Population standard deviation of the scored ones; NaN when there are none."""
-    scored = values[~np.isnan(values)]
-    return float(scored.std()) if len(scored) else math.nan
-
-
-def completion_metrics(rollouts: list[Rollout], eos_ids: set[int]) -> dict:
-    """completions/*: lengths in generated tokens, the share that was cut, the share that is a repetition."""
-    lengths = [sum(len(turn.output_ids) for turn in r.turns) for r in rollouts]
-    ended = [
-        bool(r.turns) and len(r.turns[-1].output_ids) > 0 and r.turns[-1].output_ids[-1] in eos_ids
-        for r in rollouts
-    ]
-    different = {tuple(tuple(turn.output_ids) for turn in r.turns) for r in rollouts}
-    values = {
-        "completions/clipped_ratio": (len(rollouts) - sum(ended), len(rollouts)),
-        "completions/duplicate_frac": (len(rollouts) - len(different), len(rollouts)),
-    }
-    terminated = [length for length, end in zip(lengths, ended, strict=True) if end]
-    for kind, some in (("length", lengths), ("terminated_length", terminated)):
-        if some:
-            values |= {
-                f"completions/mean_{kind}": some,
-                f"completions/min_{kind}": min(some),
-                f"completions/max_{kind}": max(some),
-            }
-    return values
-
-
-class MetricsBuffer:
-    """Values since the last message. Lists and pairs are joined, single values reduced as their names say."""
-
-    def __init__(self):
-        self.values = {}
-
-    def record(self, name: str, value) -> None:
-        last = name.rsplit("/", 1)[-1].split("_")
-        held = self.values.get(name)
-        if isinstance(value, tuple):
-            self.values[name] = value if held is None else (held[0] + value[0], held[1] + value[1])
-        elif isinstance(value, list):
-            self.values.setdefault(name, []).extend(value)
-        elif "count" in last:
-            self.values[name] = value + (held or 0)
-        elif "max" in last or "min" in last:
-            self.values[name] = value if held is None else (max if "max" in last else min)(held, value)
-        else:
-            self.values.setdefault(name, []).append(value)
-
-    def take(self) -> dict:
-        values, self.values = self.values, {}
-        return values
 
 
 # ----------------------------------------------------------------------------------------------- server load
@@ -517,6 +97,8 @@ class Load:
 
     server: Server
     cap: int  # most rollouts at once
+    down: bool = False  # unreachable, or without the current weights, while another server is up
+    context: int | None = None  # longest sequence, in tokens
     running: int = 0
     finished: int = 0  # rollouts since the cap was last raised
     measured: bool = False  # the cap follows the server's /metrics
@@ -556,11 +138,13 @@ class Flight:
     """A group on its way: what the loop keeps about it beside what hooks see."""
 
     group: Group
-    prompt: list[dict]
+    row: dict
     load: Load
     attempt: int  # how often this prompt was sampled before
     left: int  # rollouts not finished yet
+    prefix: str = ""  # of its metrics' names: eval/ in an evaluation
     abandoned: set[int] = field(default_factory=set)  # rollouts that ran out of time
+    earned: dict[int, tuple[str, float]] = field(default_factory=dict)  # environment's class, its reward
     samples: list[list[Sample]] = field(default_factory=list)  # per rollout
     tokens: int = 0  # raw tokens of the samples so far
     done_at: float = 0.0
@@ -573,6 +157,7 @@ class Place:
     flight: Flight
     index: int
     deadline: float | None
+    load: Load  # the group's, or another one once that is down
     turns: int = 0
 
 
@@ -598,9 +183,9 @@ class RolloutLoop:
     in `setup`.
     """
 
-    def __init__(self, options, link: Link, send):
+    def __init__(self, options, link, send):
         self.options = options
-        self.link = link
+        self.link = link  # process.Link: numbers shared with the trainer
         self.send = send  # send(message), never blocks
         self.tokenizer = None
         self.task: Task | None = None
@@ -636,7 +221,9 @@ class RolloutLoop:
         self._generated_tokens = 0  # since the last report
         self._reported_at = time.monotonic()
         self._printed_version = None
-        self._rendered = ("", [])
+        self._log_lock = asyncio.Lock()
+        self._tool_threads = ThreadPoolExecutor(options.max_concurrent_rollouts, thread_name_prefix="tool")
+        self._schemas = {}  # tool -> what the model is shown of it
 
     # ---- hooks
 
@@ -650,25 +237,91 @@ class RolloutLoop:
         pass
 
     async def generate_one(self, prompt: list[dict], tools: list, group_id: int) -> Rollout:
-        """One rollout: a single turn."""
-        turn = await self.generate_one_turn(self.render(prompt))
-        text = self.tokenizer.decode(turn.output_ids, skip_special_tokens=True)
-        return Rollout(
-            completion=[{"role": "assistant", "content": text}], completion_ids=turn.output_ids, turns=[turn]
-        )
+        """Turns until one calls no tool, the context is full, or max_tool_calling_iterations is reached.
 
-    def render(self, messages: list[dict]) -> list[int]:
+        `tools` are functions: the task's, and the methods of the rollout's own environment.
+        """
+        by_name = {tool.__name__: tool for tool in tools}
+        schemas = [self.schema(tool) for tool in tools]
+        rollout, exhausted = Rollout([], [], []), False
+        held = self.render(prompt, schemas)
+        for rounds in itertools.count():
+            turn = await self.generate_one_turn(held)
+            message, calls = self.renderer.reply(turn, schemas)
+            rollout.turns.append(turn)
+            rollout.completion.append(message)
+            rollout.completion_ids.extend(turn.output_ids)
+            exhausted = bool(calls) and rounds == self.options.max_tool_calling_iterations
+            if not calls or exhausted:
+                break
+            before = prompt + rollout.completion
+            results = await self.call_tools(calls, by_name, rollout)
+            rollout.completion += results
+            held = self.renderer.next_prompt(held + turn.output_ids, before, results, schemas)
+            if self.is_full(held):
+                rollout.out_of_room = True
+                break
+        if tools:
+            self.record("tools/loop_exhausted_frac", (int(exhausted), 1))
+        return rollout
+
+    def render(self, messages: list[dict], schemas: list[dict] | None = None) -> list[int]:
         """The conversation so far through the chat template, ready for the assistant's turn: token ids."""
-        key = repr(messages)
-        if key != self._rendered[0]:  # the rollouts of a group start one after the other, with equal prompts
-            encoded = self.tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=True,
-                return_dict=True,
-                **self.options.chat_template_kwargs or {},
+        return self.renderer.prompt(messages, schemas)
+
+    def schema(self, tool) -> dict:
+        function = getattr(tool, "__func__", tool)  # instances of an environment share their methods
+        if function not in self._schemas:
+            self._schemas[function] = schema_of(tool)
+        return self._schemas[function]
+
+    def is_full(self, prompt_ids: list[int]) -> bool:
+        """Does the prompt leave the server no room for a token?"""
+        context = PLACE.get().load.context
+        return context is not None and len(prompt_ids) >= context
+
+    async def call_tools(self, calls: list[Call], tools: dict, rollout: Rollout) -> list[dict]:
+        """Run the calls of one message in their order: the messages that answer them."""
+        self.record("tools/parallel_calls_mean", [len(calls)])
+        results = []
+        for number, call in enumerate(calls):
+            text, failed = await self.call_tool(call, tools)
+            rollout.tool_call_count += 1
+            rollout.tool_failure_count += failed
+            results.append(
+                {"role": "tool", "name": call.name, "tool_call_id": call_id(number), "content": text}
             )
-            self._rendered = key, list(encoded["input_ids"])
-        return self._rendered[1]
+        return results
+
+    async def call_tool(self, call: Call, tools: dict) -> tuple[str, bool]:
+        """What the model is told, and whether the call failed; nothing that a tool raises ends a rollout."""
+        record, tool = self.record, tools.get(call.name)
+        if tool is not None:
+            record(f"tools/{call.name}/call_count", 1)
+            record(f"tools/{call.name}/failure_count", 0)
+        elif call.name:
+            record("tools/unknown_name_count", 1)
+            return f"error: there is no tool {call.name}; there are {', '.join(tools)}", True
+        try:
+            if call.error is not None:
+                raise ValueError(f"{call.error}: {str(call.arguments)[:SHOWN]}")
+            started = time.monotonic()
+            try:
+                return str(await self._off_loop(tool, **call.arguments)), False
+            finally:
+                for name in ("tools/latency_s", f"tools/{call.name}/latency_s"):
+                    record(name, [time.monotonic() - started])
+        except (Exception, SystemExit) as error:
+            if tool is not None:
+                record(f"tools/{call.name}/failure_count", 1)
+            return f"error: {type(error).__name__}: {error}", True
+
+    async def _off_loop(self, function, /, **arguments):
+        """Call a task's own function: a coroutine here, anything else on a thread."""
+        if is_async(function):
+            return await function(**arguments)
+        call = functools.partial(function, **arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._tool_threads, call)
 
     async def generate_one_turn(self, prompt_ids: list[int]) -> Turn:
         """One request to the group's server, with the options' sampling settings and a seed of its own."""
@@ -677,9 +330,8 @@ class RolloutLoop:
         place.turns += 1
         seed = request_seed(options.seed, group.group_id, place.flight.attempt, place.index, place.turns)
         head = options.num_sampler_logprobs if options.score_centering else 0
-        sample = functools.partial(
-            place.flight.load.server.complete,
-            [int(token) for token in prompt_ids],
+        request = dict(
+            prompt_ids=[int(token) for token in prompt_ids],
             max_tokens=options.max_completion_length,
             temperature=options.temperature,
             top_p=options.top_p,
@@ -688,12 +340,11 @@ class RolloutLoop:
             seed=seed,
             logprobs=options.top_k or head,  # the candidate set holds the head
             stop_token_ids=sorted(self.eos_ids),
+            cache_salt=str(self.link.version.value),  # never the keys and values of older weights
             deadline=place.deadline,
         )
-        answer = await asyncio.get_running_loop().run_in_executor(self._requests, sample)
+        answer = await self._ask(place, request)
         self.check_vocabulary(answer.token_ids)
-        if answer.versions is not None and (answer.versions < 0).any():
-            raise RolloutError(lost_weights(place.flight.load.server.url))
         self._generated_tokens += len(answer.token_ids)
         return Turn(
             prompt_ids=prompt_ids,
@@ -703,6 +354,56 @@ class RolloutLoop:
             topk=(answer.topk_ids[:, :head], answer.topk_logp[:, :head]) if head else None,
             versions=answer.versions,
         )
+
+    async def _ask(self, place: Place, request: dict) -> Completion:
+        """The answer of the rollout's server, or of another one when that is down."""
+        while True:
+            load, gave_up = place.load, threading.Event()
+
+            def give_up(load=load, gave_up=gave_up):  # on the request's thread
+                if self._lost(load):
+                    gave_up.set()
+                return gave_up.is_set()
+
+            ask = functools.partial(load.server.complete, give_up=give_up, **request)
+            try:
+                answer = await asyncio.get_running_loop().run_in_executor(self._requests, ask)
+            except ServerError as error:
+                if not gave_up.is_set():
+                    raise
+                if not self._others(load):
+                    continue  # they went down meanwhile: it is the last one now
+                self._set_down(load, str(error))
+            else:
+                if self.options.rollout_only:  # whatever weights the servers hold are the right ones
+                    answer.versions = None
+                if answer.versions is None or (answer.versions >= 0).all():
+                    return answer
+                self._set_down(load, lost_weights(load.server.url))
+            place.load = min(self._others(load), key=lambda other: other.running / other.cap)
+            load.running -= 1
+            place.load.running += 1
+
+    def _others(self, load: Load) -> list[Load]:
+        return [other for other in self.loads if other is not load and not other.down]
+
+    def _lost(self, load: Load) -> bool:
+        """Is a server dead while another one is up? Called on threads, after a request has failed."""
+        if not self._others(load):
+            return False  # the last one is tried on, until vllm_server_timeout
+        try:
+            load.server.health()
+            return False
+        except ServerError:
+            return True
+
+    def _set_down(self, load: Load, why: str) -> None:
+        """Ask a server for nothing more. RolloutError when it is the last one."""
+        if not self._others(load):
+            raise RolloutError(why)
+        if not load.down:
+            load.down = True
+            print(f"{load.server.url} is down, the other servers take over its rollouts: {why}", flush=True)
 
     def compute_advantages(self, group: Group) -> np.ndarray:
         """(reward - mean) / (std + 1e-8) over the group's scored rollouts, population std; else 0.
@@ -728,20 +429,23 @@ class RolloutLoop:
         try:
             await self._over
         finally:
+            self._report(time.monotonic())  # what was measured since the last time
             for task in self._tasks:
                 task.cancel()
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=CLOSE_S)
             self._requests.shutdown(wait=False, cancel_futures=True)
+            self._tool_threads.shutdown(wait=False, cancel_futures=True)
             self._helpers.shutdown(wait=False, cancel_futures=True)
             if self._ready_to_close:
                 await asyncio.wait_for(self.close(), CLOSE_S)
 
-    def _spawn(self, coroutine) -> None:
+    def _spawn(self, coroutine) -> asyncio.Task:
         """Run a coroutine beside the others; what it raises ends the loop."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
@@ -757,6 +461,8 @@ class RolloutLoop:
         await self._until(lambda: self.link.allowance.value > 0, "the first weights to reach the servers")
         await self._look_at_servers()
         self._spawn(self._watch_servers())
+        if self.eval_rows:
+            self._spawn(self._evaluate_on_time())
         await self._start_groups(position, finished)
 
     def _load(self) -> None:
@@ -773,9 +479,39 @@ class RolloutLoop:
             self.tokenizer.chat_template = read_template(options.chat_template)
         self.eos_ids, self.vocabulary = model_ids(options.model, source, self.tokenizer)
         self.task = load_task(options.task, options.task_kwargs)
+        self.eval_rows = eval_rows(options.eval_dataset, self.task) if options.eval_dataset else []
+        self.renderer = Renderer(self.tokenizer, options.chat_template_kwargs or {}, self.eos_ids)
+        self.environments = Environments(self.task.environments)
+        self._check_tools()
         self._reward_names = source_names(self.task.rewards)
         self._reward_locks = {name: asyncio.Lock() for name in self._reward_names}
         self._rewards = ThreadPoolExecutor(max(len(self._reward_names), 1), thread_name_prefix="reward")
+
+    def _check_tools(self) -> None:
+        """Look at the tools that each kind of row will see, and at what the template makes of them."""
+        sets = [self.task.tools]
+        for name in self.task.environments:
+            environment = self.environments.take(name)
+            self.environments.give_back(name, environment)
+            methods = tools_of(environment)
+            if clash := {t.__name__ for t in methods} & {t.__name__ for t in self.task.tools}:
+                raise TypeError(f"two tools are named {clash.pop()}: one of {type(environment).__name__}")
+            if not self.task.rewards and not hasattr(environment, "get_reward"):
+                raise ValueError(
+                    f"nothing scores {type(environment).__name__}: it has no get_reward, and task "
+                    f"{self.task.name} no rewards"
+                )
+            sets.append(self.task.tools + methods)
+        schemas = [self.schema(tool) for tools in sets for tool in tools]
+        if not schemas:
+            return
+        if not self.renderer.reads_calls:
+            raise ValueError(
+                "it is not known how a model with this chat template writes tool calls: none of "
+                f"{[mark for mark, _ in FORMATS]} is in it. Give --chat_template, or override generate_one"
+            )
+        if (warning := probe(self.renderer, schemas)) is not None:
+            print(warning, flush=True)
 
     async def _in_thread(self, function, *arguments):
         return await asyncio.get_running_loop().run_in_executor(self._helpers, function, *arguments)
@@ -804,7 +540,11 @@ class RolloutLoop:
 
     def _prompts(self, position: int, finished: set[int]):
         """All prompts from `position` on, epoch after epoch in the dataset's order. Runs on a thread."""
-        dataset, size = self.task.dataset, None
+        dataset = self.task.dataset
+        if dataset is None:  # every prompt comes from a reset
+            numbers = (n for n in itertools.count(position) if n not in finished)
+            yield from (Prompt(number, 0, number, {}) for number in numbers)
+            return
         if not hasattr(dataset, "__len__"):
             yield from self._streamed_prompts(position, finished)
             return
@@ -846,6 +586,8 @@ class RolloutLoop:
             return await self._in_thread(next, prompts, None)
         group_id = self._again.popleft()
         self._attempts[group_id] += 1
+        if self.task.dataset is None:
+            return Prompt(group_id, 0, group_id, {})
         if group_id in self._streamed:
             return self._streamed[group_id]
         if not hasattr(self.task.dataset, "__len__"):
@@ -901,60 +643,122 @@ class RolloutLoop:
 
     async def _start_group(self, prompt: Prompt) -> None:
         """Start all rollouts of a prompt, as the servers' and the resource limit allow."""
-        options, count = self.options, self.options.num_generations
-        check_prompt(prompt.row, f"dataset row {prompt.row_index}")
-        columns = {name: [value] * count for name, value in prompt.row.items() if name != "prompt"}
-        messages = prompt.row["prompt"]
+        check_row(prompt.row, self.task, f"dataset row {prompt.row_index}")
         await self._until(lambda: any(map(self._slot, self.loads)), "a free slot of a server")
-        load = min(filter(self._slot, self.loads), key=lambda load: load.running / load.cap)
+        flight = self._flight(prompt)
+        self._unfinished += flight.left
+        for index in range(flight.left):
+            await self._until(lambda: self._slot(self._home(flight)), "a free slot of a server")
+            rollout_id = prompt.group_id * self.options.num_generations + index
+            self._take_slot(flight, rollout_id)
+            self._spawn(self._run_rollout(flight, index, rollout_id))
+
+    def _flight(self, prompt: Prompt, prefix: str = "") -> Flight:
+        """A group that is about to start, on the server that is least loaded."""
+        count = self.options.num_generations
         group = Group(
             rollouts=[None] * count,
-            prompts=[messages] * count,
-            reward_kwargs=columns,
+            prompts=[prompt.row.get("prompt") or []] * count,
+            reward_kwargs={name: [v] * count for name, v in prompt.row.items() if name != "prompt"},
             rewards=None,
             group_id=prompt.group_id,
             row_index=prompt.row_index,
             version=self.link.version.value,
         )
+        load = min(filter(self._slot, self.loads), key=lambda load: load.running / load.cap)
         attempt = self._attempts[prompt.group_id]
-        flight = Flight(group, messages, load, attempt, left=count, samples=[[]] * count)
-        self._unfinished += count
-        for index in range(count):
-            await self._until(lambda: self._slot(load), "a free slot of a server")
-            rollout_id = prompt.group_id * options.num_generations + index
-            load.running += 1
-            self._running[rollout_id] = time.monotonic()
-            self._spawn(self._run_rollout(flight, index, rollout_id))
+        return Flight(group, prompt.row, load, attempt, left=count, prefix=prefix, samples=[[]] * count)
 
     def _slot(self, load: Load) -> bool:
-        return load.running < load.cap and len(self._running) < self.options.max_concurrent_rollouts
+        return (
+            not load.down
+            and load.running < load.cap
+            and len(self._running) < self.options.max_concurrent_rollouts
+        )
+
+    def _home(self, flight: Flight) -> Load:
+        """The group's server: all its rollouts go there, for they share their prompt, while it is up."""
+        if flight.load.down:
+            flight.load = min(self._others(flight.load), key=lambda load: load.running / load.cap)
+        return flight.load
+
+    def _take_slot(self, flight: Flight, rollout_id) -> None:
+        flight.load.running += 1
+        self._running[rollout_id] = time.monotonic()
 
     async def _run_rollout(self, flight: Flight, index: int, rollout_id: int) -> None:
+        rollout = await self._converse(flight, index, rollout_id)
+        rollout.rollout_id = rollout_id
+        await self._finish_rollout(flight, index, rollout)
+
+    async def _converse(self, flight: Flight, index: int, rollout_id) -> Rollout:
+        """One rollout, in the slot that was taken for it; an empty one when its time is over."""
         group, limit, started = flight.group, self.options.rollout_timeout, self._running[rollout_id]
-        place = Place(flight, index, None if limit is None else started + limit)
+        place = Place(flight, index, None if limit is None else started + limit, flight.load)
         PLACE.set(place)  # of this task alone
         try:
-            prompt = [dict(message) for message in flight.prompt]  # a hook may build its conversation on it
-            rollout = await asyncio.wait_for(
-                self.generate_one(prompt, self.task.tools, group.group_id), limit
-            )
+            play = self._play_in_environment if self.task.environments else self._play
+            rollout = await asyncio.wait_for(play(flight, index), limit)
         except (TimeoutError, asyncio.TimeoutError):
             if limit is None:
                 raise
             rollout = Rollout([], [], [])
             flight.abandoned.add(index)
-            self.metrics.record("rollout/timeout_count", 1)
+            self.record("rollout/timeout_count", 1)
         except ServerError as error:
             raise RolloutError(f"sampling dataset row {group.row_index} failed: {error}") from error
         finally:
-            flight.load.running -= 1
-            flight.load.finished += 1
+            place.load.running -= 1
+            place.load.finished += 1
             del self._running[rollout_id]
         if not isinstance(rollout, Rollout):
             raise TypeError(f"generate_one must return a Rollout, not {type(rollout).__name__}")
-        rollout.rollout_id = rollout_id
-        self.metrics.record("rollout/duration_s", [time.monotonic() - started])
-        await self._finish_rollout(flight, index, rollout)
+        self.record("rollout/duration_s", [time.monotonic() - started])
+        return rollout
+
+    async def _play(self, flight: Flight, index: int, tools: list = ()) -> Rollout:
+        messages = flight.group.prompts[index]
+        prompt = [dict(message) for message in messages]  # a hook may build its conversation on it
+        return await self.generate_one(prompt, [*self.task.tools, *tools], flight.group.group_id)
+
+    async def _play_in_environment(self, flight: Flight, index: int) -> Rollout:
+        """A rollout with an instance to itself. One that runs out of time leaves it: a tool may still run."""
+        group, where = flight.group, f"dataset row {flight.group.row_index}"
+        name = environment_name(flight.row, self.task.environments, where)
+        environment = await self._off_loop(self.environments.take, name=name)
+        kind = type(environment).__name__
+        columns = {column: value for column, value in flight.row.items() if column != "environment"}
+        try:
+            with self._timed("env/reset_s"):
+                text = await self._off_loop(environment.reset, **columns)
+        except Exception as error:
+            raise RolloutError(f"{kind}.reset failed on {where}: {type(error).__name__}: {error}") from error
+        group.prompts[index] = opened(group.prompts[index], text, where)
+        rollout = await self._play(flight, index, tools_of(environment))
+        if hasattr(environment, "get_reward"):
+            flight.earned[index] = kind, await self._environment_reward(kind, environment)
+        self.environments.give_back(name, environment)
+        return rollout
+
+    async def _environment_reward(self, kind: str, environment) -> float:
+        try:
+            with self._timed("env/reward_s"):
+                return as_reward(await self._off_loop(environment.get_reward))
+        except Exception as error:
+            return self._reward_failed(kind, f"{kind}.get_reward", error)
+
+    def _reward_failed(self, name: str, what: str, error: Exception) -> float:
+        """End the run, or under on_reward_error skip count it and score nothing."""
+        if self.options.on_reward_error == "stop":
+            raise RolloutError(f"{what}: {type(error).__name__}: {error}") from error
+        self.record(f"rewards/{name}/error_count", 1)
+        return math.nan
+
+    @contextlib.contextmanager
+    def _timed(self, name: str):
+        started = time.monotonic()
+        yield
+        self.record(name, [time.monotonic() - started])
 
     async def _finish_rollout(self, flight: Flight, index: int, rollout: Rollout) -> None:
         group = flight.group
@@ -1013,6 +817,8 @@ class RolloutLoop:
             raise RolloutError(f"compute_advantages must return {count} finite numbers, not {advantages}")
         reason = drop_reason(group.rewards)
         self._record_group(flight, reason)
+        if self.options.log_completions:
+            await self._log_completions(completion_lines(group, sources, advantages))
         samples = [s for samples in flight.samples for s in samples]
         generated = {
             "samples": len(samples),
@@ -1050,6 +856,8 @@ class RolloutLoop:
         for (name, _), answer in zip(functions, answers, strict=True):
             sources[name] = np.full(len(group.rollouts), np.nan)
             sources[name][scored] = answer
+        for index, (kind, reward) in flight.earned.items():
+            sources.setdefault(kind, np.full(len(group.rollouts), np.nan))[index] = reward
         if any(rollout.reward is not None for rollout in group.rollouts):
             sources["rollout"] = as_rewards(
                 [rollout.reward for rollout in group.rollouts], len(group.rollouts)
@@ -1066,25 +874,89 @@ class RolloutLoop:
                 result = await asyncio.get_running_loop().run_in_executor(self._rewards, call)
             return as_rewards(result, count)
         except Exception as error:
-            if self.options.on_reward_error == "stop":
-                raise RolloutError(f"reward function {name}: {type(error).__name__}: {error}") from error
-            self.metrics.record(f"rewards/{name}/error_count", 1)
-            return np.full(count, np.nan)
+            return np.full(count, self._reward_failed(name, f"reward function {name}", error))
 
     def _record_group(self, flight: Flight, reason: str | None) -> None:
-        group = flight.group
-        rewards = group.rewards[~np.isnan(group.rewards)].tolist()
+        rewards = flight.group.rewards[~np.isnan(flight.group.rewards)].tolist()
         self.metrics.record("reward", rewards)
         self.metrics.record("frac_reward_zero_std", (int(reason is not None), 1))
         if reason is not None:
             self.metrics.record("reward_dropped", rewards)
-        rollouts = [r for i, r in enumerate(group.rollouts) if i not in flight.abandoned]
-        if rollouts:
-            for name, value in completion_metrics(rollouts, self.eos_ids).items():
-                self.metrics.record(name, value)
-        if self.options.log_completions and self._printed_version != self.link.version.value:
+        self._record_completions(flight)
+
+    async def _log_completions(self, lines: list[dict]) -> None:
+        """All to a file in output_dir, and one group of every version to the console."""
+
+        def append():
+            path = Path(self.options.output_dir) / "completions.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
+
+        if self._printed_version != self.link.version.value:
             self._printed_version = self.link.version.value
-            print_completions(group, self.options.num_completions_to_print)
+            print_completions(lines[: self.options.num_completions_to_print])
+        async with self._log_lock:  # one group after the other
+            await self._in_thread(append)
+
+    def _record_completions(self, flight: Flight) -> None:
+        rollouts = [r for i, r in enumerate(flight.group.rollouts) if i not in flight.abandoned]
+        values = completion_metrics(rollouts, self.eos_ids) if rollouts else {}
+        cut, out_of_time = values.get("completions/clipped_ratio", (0, 0)), len(flight.abandoned)
+        values["completions/clipped_ratio"] = (cut[0] + out_of_time, cut[1] + out_of_time)
+        if self.task.tools or self.task.environments:
+            calls = sum(r.tool_call_count for r in rollouts)
+            failures = sum(r.tool_failure_count for r in rollouts)
+            values["tools/call_frequency"] = (calls, len(rollouts))
+            values["tools/failure_frequency"] = (failures, calls)
+        for name, value in values.items():
+            self.metrics.record(flight.prefix + name, value)
+
+    def record(self, name: str, value) -> None:
+        """Note a value from inside a rollout; those of an evaluation are kept apart."""
+        place = PLACE.get(None)
+        self.metrics.record(place.flight.prefix + name if place else name, value)
+
+    # ---- evaluation
+
+    async def _evaluate_on_time(self) -> None:
+        """Play the held-out prompts at the start, and whenever eval_steps more steps are on the servers."""
+        every = self.options.eval_steps // self.options.weight_sync_steps
+        while True:
+            version = self.link.version.value
+            await self._evaluate(version)
+            while self.link.version.value // every <= version // every:
+                await asyncio.sleep(4 * TICK_S)
+
+    async def _evaluate(self, version: int) -> None:
+        """Rewards of the held-out prompts, under eval/. A rollout with a reward above 0 counts as passed.
+
+        Requests are training's, with seeds of their own, the same every time. Nothing here counts for the
+        staleness limit, and nothing is trained on.
+        """
+        started = time.monotonic()
+        flights = []
+        for number, row in enumerate(self.eval_rows):
+            while not any(map(self._slot, self.loads)):
+                await asyncio.sleep(TICK_S)
+            flight, tasks = self._flight(Prompt(-1 - number, 0, number, row), prefix="eval/"), []
+            for index in range(flight.left):
+                while not self._slot(self._home(flight)):
+                    await asyncio.sleep(TICK_S)
+                rollout_id = ("eval", number, index)
+                self._take_slot(flight, rollout_id)
+                tasks.append(self._spawn(self._converse(flight, index, rollout_id)))
+            flights.append((flight, tasks))
+        for flight, tasks in flights:
+            flight.group.rollouts = await asyncio.gather(*tasks)
+            rewards = total_rewards(await self._reward_sources(flight), flight.left)
+            scored = rewards[~np.isnan(rewards)]
+            self.metrics.record("eval/reward", scored.tolist())
+            self.metrics.record("eval/pass@1", (scored > 0).astype(float).tolist())
+            self.metrics.record(f"eval/pass@{flight.left}", (int((scored > 0).any()), 1))
+            self._record_completions(flight)
+        self.metrics.record("eval/version", version)
+        self.metrics.record("eval/duration_s", time.monotonic() - started)
 
     # ---- servers and reports
 
@@ -1108,15 +980,20 @@ class RolloutLoop:
         retries, load.retries = load.retries, load.server.retry_count
         looked = {"vllm_retry_count": load.retries - retries}
         try:
-            if not (await self._in_thread(load.server.weight_version)).isdecimal():
-                raise RolloutError(lost_weights(load.server.url))
+            version = await self._in_thread(load.server.weight_version)
+            if not version.isdecimal() and not self.options.rollout_only:
+                self._set_down(load, lost_weights(load.server.url))
+            elif load.down and version == str(self.link.version.value):
+                load.down = False
+                print(f"{load.server.url} is up again, with the current weights", flush=True)
         except ServerError:
             pass  # a server without that route, or one that is down: its requests are retried
         try:
+            if load.context is None:
+                load.context = (await self._in_thread(load.server.models))[0]["max_model_len"]
             values = await self._in_thread(load.server.metrics)
             if not load.measured and "kv_cache_size_tokens" in values:
-                models = await self._in_thread(load.server.models)
-                load.cap = max(1, int(values["kv_cache_size_tokens"] / models[0]["max_model_len"]))
+                load.cap = max(1, int(values["kv_cache_size_tokens"] / load.context))
                 load.measured = True
         except ServerError:
             return looked
@@ -1147,7 +1024,9 @@ class RolloutLoop:
         self.send(MetricsMessage(self.metrics.take()))
 
     def _cap(self) -> int:
-        return min(sum(load.cap for load in self.loads), self.options.max_concurrent_rollouts)
+        return min(
+            sum(load.cap for load in self.loads if not load.down), self.options.max_concurrent_rollouts
+        )
 
     def status(self, now: float) -> str:
         """In a line: "31 rollouts in flight, oldest 118 s, 12 groups being scored, waits for training"."""
@@ -1156,6 +1035,8 @@ class RolloutLoop:
         parts = [f"{len(self._running)} rollouts in flight{oldest}", f"{scoring} groups being scored"]
         if self._waiting_for:
             parts.append(f"waits for {self._waiting_for}")
+        if down := [load.server.url for load in self.loads if load.down]:
+            parts.append(f"down: {', '.join(down)}")
         if retries := sum(load.server.retry_count for load in self.loads):
             parts.append(f"{retries} requests were retried")
         return ", ".join(parts)
@@ -1185,23 +1066,16 @@ def load_loop(spec) -> type[RolloutLoop]:
     return found
 
 
-def check_task(task: Task, loop: type[RolloutLoop]) -> None:
-    """ValueError for a task that the loop can make nothing of."""
+def check_task(task: Task, loop: type[RolloutLoop], options) -> None:
+    """ValueError for a task that the loop can make nothing of, or an option without effect on it."""
+    if task.dataset is None and options.max_steps < 1:
+        raise ValueError(f"task {task.name} has no dataset, so nothing ends the run: set --max_steps")
     if loop.generate_one is not RolloutLoop.generate_one:
         return
-    if not task.rewards:
+    if not task.rewards and not task.environments:
         raise ValueError(f"task {task.name} has no rewards: nothing would be learnt")
-    if task.tools:
-        raise ValueError(f"task {task.name} has tools, but a rollout of this loop is one turn without calls")
-
-
-def read_template(chat_template: str) -> str:
-    """A chat template, from a file or as a text."""
-    if "{" in chat_template:
-        return chat_template
-    if not Path(chat_template).is_file():
-        raise ValueError(f"there is no file {chat_template}, and it is no template text either")
-    return Path(chat_template).read_text()
+    if options.max_tool_calling_iterations is not None and not task.tools and not task.environments:
+        raise ValueError(f"--max_tool_calling_iterations has no effect: task {task.name} has no tools")
 
 
 def model_ids(model: str, source: dict, tokenizer) -> tuple[set[int], int | None]:
@@ -1217,229 +1091,3 @@ def model_ids(model: str, source: dict, tokenizer) -> tuple[set[int], int | None
     with contextlib.suppress(OSError, ValueError):
         vocabulary = AutoConfig.from_pretrained(model, **source).get_text_config().vocab_size
     return eos_ids - {None}, vocabulary
-
-
-def trained_metrics(sources: dict[str, np.ndarray], rewards: np.ndarray, index: int) -> dict[str, float]:
-    """What a sample of rollout `index` says about rewards once it is trained."""
-    values = {"reward_kept": rewards[index], "reward_group_std": std_of(rewards)}
-    for name, scores in sources.items():
-        values[f"rewards/{name}/mean"] = scores[index]
-        values[f"rewards/{name}/group_std"] = std_of(scores)
-    return {name: float(value) for name, value in values.items() if not math.isnan(value)}
-
-
-def print_completions(group: Group, most: int | None) -> None:
-    """One group for the reader, up to `most` of its rollouts."""
-    print(f"\nprompt {group.group_id}, sampled by version {group.version}: {group.prompts[0]}")
-    for rollout, reward in list(zip(group.rollouts, group.rewards, strict=True))[:most]:
-        print(f"  reward {reward:.3f}: {rollout.completion}", flush=True)
-
-
-# ----------------------------------------------------------------------------------------------- the process
-
-
-class Link:
-    """What trainer and rollout process share: numbers in shared memory, and a pipe each way."""
-
-    def __init__(self, context):
-        self.version = context.Value("q", 0, lock=False)  # of the weights on the servers
-        self.allowance = context.Value("q", 0, lock=False)  # raw tokens sent and in flight since the start
-        self.beat = context.Value("d", time.monotonic(), lock=False)
-        self.held = context.Value("b", 0, lock=False)  # the staleness limit holds generation
-        self.stop = context.Value("b", 0, lock=False)
-        self._line = context.Array("c", 500, lock=False)
-        self.again_out, self.again_in = context.Pipe(duplex=False)
-        self.messages_out, self.messages_in = context.Pipe(duplex=False)
-
-    def take_again(self) -> list[int]:
-        """Groups whose prompt is to be sampled again."""
-        ids = []
-        while self.again_out.poll():
-            ids += self.again_out.recv()
-        return ids
-
-    def say(self, line: str) -> None:
-        self._line.value = line.encode()[:499]
-
-    def said(self) -> str:
-        return self._line.value.decode(errors="replace")
-
-
-class Sender:
-    """Sends messages from a thread, so that the loop never waits for the trainer to read."""
-
-    def __init__(self, connection):  # the writing end of a pipe
-        self._connection = connection
-        self._messages = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def put(self, message) -> None:
-        self._messages.put(message)
-
-    def close(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds until everything is sent."""
-        self._messages.put(None)
-        self._thread.join(timeout)
-
-    def _run(self) -> None:
-        while (message := self._messages.get()) is not None:
-            try:
-                self._connection.send(message)
-            except OSError:
-                return  # the trainer is gone
-            except Exception:
-                self._connection.send(DeathMessage(traceback.format_exc()))
-
-
-def child_main(options, link: Link, position: int, finished: set[int]) -> None:
-    """The rollout process. It ends by os._exit, because request threads may block for minutes yet."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when to stop
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    sender = Sender(link.messages_in)
-    code = 0
-    try:
-        loop = load_loop(options.rollout_loop)(options, link, sender.put)
-        asyncio.run(loop.run(position, finished))
-    except BaseException:
-        code = 1
-        sender.put(DeathMessage(traceback.format_exc()))
-    sender.close(CLOSE_S)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def end_with_parent() -> None:
-    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
-    os._exit(1)
-
-
-@contextlib.contextmanager
-def bare_child(payload: bytes):
-    """Inside, a spawned process gets no GPU and does not import the main script, which would load torch.
-
-    The script is needed after all when `payload`, what the process is handed, refers to something defined in
-    it.
-    """
-    main, hidden = sys.modules["__main__"], {}
-    if b"__main__" not in payload:
-        hidden = {name: getattr(main, name) for name in ("__spec__", "__file__") if hasattr(main, name)}
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        for name in hidden:
-            setattr(main, name, None)
-        yield
-    finally:
-        for name, value in hidden.items():
-            setattr(main, name, value)
-        if devices is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = devices
-
-
-class RolloutProcess:
-    """The trainer's handle on the rollout process.
-
-    `queue` (a queue.Queue) holds its messages; a thread empties the pipe, so a long queue never blocks the
-    process and a message cut off by its death never blocks the trainer.
-    """
-
-    def __init__(self, options):
-        self.options = options
-        self.queue: queue.Queue = queue.Queue()
-        self._context = multiprocessing.get_context("spawn")
-        self._link = Link(self._context)
-        self._process = None
-        self._death: str | None = None
-
-    def start(self, position: int, finished: set[int], version: int) -> None:
-        """Sample from prompt `position` on, without `finished`; nothing starts before the first `publish`.
-
-        Raises TypeError for a reward, or anything else handed over, that cannot reach another process.
-        """
-        for name, value in vars(self.options).items():
-            try:
-                pickle.dumps(value)
-            except Exception as error:
-                raise TypeError(f"option {name} cannot be handed to the rollout process: {error}") from error
-        source = locate(self.options.task, "task")
-        if not inspect.isfunction(source):
-            reward_functions(source, str(self.options.task))
-        load_loop(self.options.rollout_loop)
-        self._link.version.value = version
-        self._link.beat.value = time.monotonic()
-        self._process = self._context.Process(
-            target=child_main,
-            args=(self.options, self._link, position, set(finished)),
-            name="rollout",
-            daemon=True,
-        )
-        with bare_child(pickle.dumps(self.options)):
-            self._process.start()
-        self._link.messages_in.close()  # so that the child's death ends the stream
-        self._link.again_out.close()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        while True:
-            try:
-                message = self._link.messages_out.recv()
-            except (EOFError, OSError):
-                return
-            if isinstance(message, DeathMessage):
-                self._death = message.traceback
-            self.queue.put(message)
-
-    def publish(self, version: int, allowance: int, again=()) -> None:
-        """The servers hold `version`; `allowance` raw tokens, since the start, may be sent or in flight.
-
-        The prompts of the groups `again` are to be sampled once more.
-        """
-        self._link.version.value = version
-        self._link.allowance.value = int(allowance)
-        if again:
-            with contextlib.suppress(OSError):  # a process that died is check()'s matter
-                self._link.again_in.send(list(again))
-
-    @property
-    def held(self) -> bool:
-        """Does the staleness limit hold generation right now?"""
-        return bool(self._link.held.value)
-
-    def status(self) -> str:
-        return self._link.said() or "starting"
-
-    def check(self) -> None:
-        """RolloutError with the process's own traceback when it has died, or when its heart has stopped."""
-        if self._process is None:
-            return
-        if not self._process.is_alive():
-            self._reader.join(CLOSE_S)  # its last words may still be on their way
-        if self._death is not None:
-            raise RolloutError(f"the rollout process died:\n{self._death}")
-        if not self._process.is_alive():
-            raise RolloutError(
-                f"the rollout process ended with exit code {self._process.exitcode} (-9: killed, perhaps for "
-                f"memory); last it said: {self.status()}"
-            )
-        silent = time.monotonic() - self._link.beat.value
-        if silent > self.options.rollout_worker_timeout:
-            raise RolloutError(
-                f"no heartbeat of the rollout process for {silent:.0f} s (rollout_worker_timeout): something "
-                f"holds its event loop; last it said: {self.status()}"
-            )
-
-    def stop(self) -> None:
-        """End the process: asked first, then by force. Returns within seconds, and may be called twice."""
-        if self._process is None:
-            return
-        self._link.stop.value = 1
-        self._process.join(2 * CLOSE_S + 1)
-        for end in (self._process.terminate, self._process.kill):
-            if self._process.is_alive():
-                end()
-                self._process.join(2.0)

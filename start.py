@@ -30,8 +30,10 @@ import attention
 import checkpoint
 import serve
 from client import Server, ServerError
+from conversation import read_template
 from options import OptionError, Options
-from rollout import check_task, load_loop, load_task, read_template
+from rollout import check_task, load_loop
+from task import eval_rows, load_task
 
 ASKED_TWICE_S = 5.0  # a second signal this long after the first ends the run at once
 
@@ -100,7 +102,9 @@ def check_inputs(options: Options, rollouts) -> Path | None:
     if rollouts is None and int(os.environ.get("RANK", 0)) == 0:
         loop = option_of("rollout_loop", load_loop, options.rollout_loop)
         task = option_of("task", load_task, options.task, options.task_kwargs)
-        option_of("task", check_task, task, loop)
+        option_of("task", check_task, task, loop, options)
+        if options.eval_dataset:
+            option_of("eval_dataset", eval_rows, options.eval_dataset, task)
         if options.chat_template:
             option_of("chat_template", read_template, options.chat_template)
     place = Path(options.output_dir).absolute()

@@ -39,11 +39,13 @@ import attention
 import checkpoint
 from checkpoint import Progress, SaveError
 from feed import LEAVING, WAITING, Batch, Feed
+from generate import generate
 from loss import Head, Objective, head_of, microbatch_weight, policy_loss, step_divisor
 from metrics import Logger, Stopwatch, Window, peak_flops, term_metrics
 from options import OptionError, Options, check, describe, parse_or_exit
 from packing import Planner, Row, row_cost_from_config
-from rollout import RolloutProcess
+from process import RolloutProcess
+from recording import NoServers, Replay
 from start import (
     Ranks,
     check_embedded,
@@ -52,6 +54,7 @@ from start import (
     load_model,
     make_optimizer,
     obituary,
+    option_of,
     reach_servers,
     start_embedded,
 )
@@ -67,6 +70,9 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
     replaced by anything with the same methods, see README. Only rank 0 uses `rollouts`.
     """
     check(options)
+    if options.replay:
+        rollouts, sync = option_of("replay", Replay, options.replay), NoServers()
+        options = replace(options, num_train_epochs=1.0)
     start = check_inputs(options, rollouts)
     with ExitStack() as ends:
         ranks = join_ranks(options)
@@ -345,7 +351,7 @@ def main() -> None:
         return
     disable_progress_bar()
     try:
-        train(options)
+        generate(options) if options.rollout_only else train(options)
     except OptionError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None

@@ -33,6 +33,11 @@ def dataset(size: int = 4096, seed: int = 0, length: int = 6) -> datasets.Datase
     return datasets.Dataset.from_dict({"prompt": prompts, "answer": ["".join(sorted(s)) for s in strings]})
 
 
+def held_out() -> datasets.Dataset:
+    """Strings for --eval_dataset tasks/sort.py:held_out."""
+    return dataset(size=64, seed=10**6)
+
+
 def is_sorted(prompts, completions, completion_ids, answer, **columns) -> list[float]:
     """1.0 where the last message is exactly the answer (white space around it aside), else 0.0."""
     texts = [completion[-1]["content"] if completion else "" for completion in completions]

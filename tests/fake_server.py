@@ -81,6 +81,7 @@ class FakeServer:
         ] = {}  # path -> (status, json or text) instead of the usual
         self.max_model_len = 1000
         self.paused = False
+        self.dead = False
         self._port = port
         self._lock = threading.Lock()
 
@@ -111,6 +112,14 @@ class FakeServer:
             self.gate.set()
         self._http.shutdown()
         self._http.server_close()
+
+    def die(self) -> None:
+        """Refuse connections, and drop those that are open without an answer."""
+        self.dead = True
+        self._http.shutdown()
+        self._http.server_close()
+        if self.gate is not None:
+            self.gate.set()
 
     def handle(self, http, data: bytes | None) -> None:
         parts = urlsplit(http.path)
@@ -150,7 +159,7 @@ class FakeServer:
         if self.gate is not None:
             self.gate.wait(30)
         time.sleep(self.delay_s)
-        if step == "reset":
+        if step == "reset" or self.dead:
             linger = struct.pack("ii", 1, 0)
             http.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             http.connection.close()  # unread answer and linger 0: the client sees a reset

@@ -4,8 +4,8 @@ import queue
 
 import numpy as np
 
+from messages import GroupMessage
 from packing import Sample
-from rollout import GroupMessage
 
 
 class ListRollouts:

@@ -219,6 +219,17 @@ class Recording(rollout.RolloutLoop):
         return super().compute_advantages(group)
 
 
+class Keeping(rollout.RolloutLoop):
+    """Keeps its groups."""
+
+    async def setup(self):
+        self.groups = []
+
+    def compute_advantages(self, group):
+        self.groups.append(group)
+        return super().compute_advantages(group)
+
+
 class Odd(rollout.RolloutLoop):
     """Refuses rows with an even number."""
 
@@ -247,3 +258,173 @@ class Stuck(rollout.RolloutLoop):
 
     def filter_prompt(self, row_index, row, epoch):
         time.sleep(3600)
+
+
+# ---- tools
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+def explode() -> str:
+    """Fail."""
+    raise RuntimeError("disk full")
+
+
+async def look_up(word: str) -> str:
+    """Look a word up.
+
+    Args:
+        word: the word
+    """
+    await asyncio.sleep(0.3)
+    return f"{word} is a word"
+
+
+def wait(seconds: float) -> str:
+    """Do nothing for a while.
+
+    Args:
+        seconds: how long
+    """
+    time.sleep(seconds)
+    return "done"
+
+
+def undescribed(a: int) -> int:
+    """Add one."""
+    return a + 1
+
+
+TOOLS = [add, explode, look_up, wait]
+
+
+def with_tools(size: int = 1):
+    return SimpleNamespace(dataset=prompts(size), rewards=["rollout_tasks:by_place"], tools=TOOLS)
+
+
+def tools_of_kind(tools: list):
+    return SimpleNamespace(dataset=prompts(1), rewards=[by_place], tools=tools)
+
+
+def nested_tool():
+    def inner(a: int) -> int:
+        """Nothing.
+
+        Args:
+            a: number
+        """
+
+    return tools_of_kind([inner])
+
+
+def held_out():
+    return prompts(4)[1:]
+
+
+# ---- environments
+
+
+class Counter:
+    """Counts to a target; notes its life in `log`."""
+
+    made = 0
+
+    def __init__(self):
+        type(self).made += 1
+        self.resets = 0
+
+    def reset(self, target, **columns):
+        assert "environment" not in columns
+        self.count, self.target = 0, target
+        self.resets += 1
+        return f" Count to {target}."
+
+    def increment(self, step: int) -> int:
+        """Raise the counter.
+
+        Args:
+            step: by how much
+        """
+        self.count += step
+        return self.count
+
+    async def get_reward(self):
+        await asyncio.sleep(0)
+        return float(self.count == self.target)
+
+    @property
+    def broken(self):
+        raise AssertionError("a property is no tool, and nobody looks at it")
+
+    def _hidden(self):
+        pass
+
+
+class Silent:
+    """Neither says nor scores anything."""
+
+    def reset(self, **columns):
+        return None
+
+    def look(self) -> str:
+        """Look around."""
+        return "nothing"
+
+
+class Late(Counter):
+    made = 0
+
+    def increment(self, step: int) -> int:
+        """Raise the counter, slowly.
+
+        Args:
+            step: by how much
+        """
+        time.sleep(0.6)
+        return super().increment(step)
+
+
+class BadReset(Counter):
+    def reset(self, **columns):
+        raise OSError("no such level")
+
+
+class BadReward(Counter):
+    def get_reward(self):
+        return "good"
+
+
+def counting(kind: str = "Counter", size: int = 1, rewards=(), **columns):
+    kinds = {name: globals()[name] for name in kind.split("+")}
+    environments = kinds if len(kinds) > 1 else kinds[kind]
+    rows = prompts(size, **({"target": 3} | columns))
+    return SimpleNamespace(dataset=rows, rewards=list(rewards), environments=environments, tools=[add])
+
+
+def counting_rows():
+    return prompts(2, target=3)
+
+
+def two_kinds(names=("Counter", "Silent")):
+    rows = [row | {"environment": name, "target": 3} for row, name in zip(prompts(2), names, strict=True)]
+    return SimpleNamespace(
+        dataset=rows, rewards=[by_place], environments={"Counter": Counter, "Silent": Silent}
+    )
+
+
+class Puzzle(Counter):
+    def reset(self):
+        self.count, self.target = 0, 3
+        return "Count to three."
+
+
+def no_dataset():
+    return SimpleNamespace(environments=Puzzle)

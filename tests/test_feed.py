@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from checkpoint import Progress
+from conversation import RolloutError
 from feed import LEAVING, WAITING, Feed
+from messages import DeathMessage, GroupMessage, MetricsMessage
 from packing import Planner, RowCost, Sample
-from rollout import DeathMessage, GroupMessage, MetricsMessage, RolloutError
 
 
 class Producer:

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import attention
 import serve
 from client import Server
+from conversation import Rollout, Turn, samples_of
 from loss import Objective, head_of, policy_loss
 from packing import pack
-from rollout import Rollout, Turn, samples_of
 from sync import WeightSync
 
 ROOT = Path(__file__).parent.parent
@@ -212,3 +212,26 @@ def test_after_an_update_the_server_samples_from_the_trainers_weights(server):
     assert before.abs().max() > 0.05
     assert after.abs().max() < 1e-4
     assert np.all(server.complete([1, 2], max_tokens=4, seed=0).versions == 7)
+
+
+def test_replayed_losses_are_equal_bit_for_bit(tmp_path):
+    """The same samples in the same rows: no server is started, and nothing is rounded otherwise."""
+    recorded = str(tmp_path / "groups.jsonl")
+    runs = {"live": ["--record", recorded], "replayed": ["--replay", recorded]}
+    found = {}
+    for name, arguments in runs.items():
+        done = run(tmp_path / name, *arguments, "--max_steps", "3", "--save_steps", "0")
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        found[name] = [(r["loss"], r["grad_norm"], r["reward_kept"]) for r in map(json.loads, lines)]
+    assert len(found["live"]) == 3 and found["replayed"] == found["live"]
+
+
+def test_rollouts_alone_are_scored_and_recorded_without_training(tmp_path):
+    recorded = tmp_path / "groups.jsonl"
+    arguments = ["--task_kwargs", '{"size": 6}', "--num_train_epochs", "1", "--record", str(recorded)]
+    done = run(tmp_path, "--rollout_only", "true", *arguments, ranks=1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    values = dict(line.split() for line in done.stdout.splitlines() if len(line.split()) == 2)
+    assert float(values["groups"]) == 6 == len(recorded.read_text().splitlines())
+    assert 0.1 < float(values["reward"]) < 0.7 and not list(tmp_path.glob("checkpoint-*"))

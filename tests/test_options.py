@@ -19,6 +19,7 @@ def test_defaults_are_valid_and_documented():
     [
         ("num_generations", 1),
         ("temperature", 0.0),
+        ("max_tool_calling_iterations", 0),
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("min_p", 1.0),
@@ -29,6 +30,7 @@ def test_defaults_are_valid_and_documented():
         ("max_grad_norm", 0.0),
         ("epsilon", 1.0),
         ("weight_sync_steps", 0),
+        ("eval_steps", 0),
         ("logging_steps", 0),
         ("vllm_server_timeout", 0.0),
     ],
@@ -55,6 +57,14 @@ def test_a_value_out_of_range_is_refused_with_its_name_and_range(name, value):
         ({"learning_rate": float("inf")}, "--learning_rate is inf"),
         ({"vllm_importance_sampling_clip_min": 5.0}, "must be below"),
         ({"vllm_server_base_url": ["embedded", "http://x"]}, "stands alone"),
+        ({"eval_steps": 4}, "only together"),
+        ({"rollout_only": True, "max_steps": 4}, "--num_train_epochs bounds it"),
+        ({"eval_dataset": "x.jsonl"}, "only together"),
+        ({"eval_dataset": "x.jsonl", "eval_steps": 3, "weight_sync_steps": 2}, "must be a multiple"),
+        ({"replay": "absent.jsonl"}, "there is no such file"),
+        ({"replay": __file__}, "needs --token_budget"),
+        ({"replay": __file__, "token_budget": 9, "record": "x"}, "--record has no effect with --replay"),
+        ({"replay": __file__, "token_budget": 9, "log_completions": True}, "--log_completions has no effect"),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(values, text):
@@ -139,4 +149,4 @@ def test_a_bad_command_line_is_one_line_and_exit_code_2(arguments, capsys):
 
 def test_the_list_of_options_grows_by_decision_only():
     """Adding an option is a decision: add it here too, and to README."""
-    assert len(dataclasses.fields(Options)) == 61
+    assert len(dataclasses.fields(Options)) == 67

@@ -1,4 +1,4 @@
-"""Claims about rollout.py: the loop in this process on a scripted server, at the end real processes.
+"""Claims about rollout.py: the loop in this process, on a scripted server.
 
 Run: pytest tests/test_rollout.py
 """
@@ -6,12 +6,6 @@ Run: pytest tests/test_rollout.py
 import asyncio
 import json
 import math
-import multiprocessing
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections import Counter
@@ -20,314 +14,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import rollout_tasks
+from cases import case, reduced
 from fake_server import EOS, VOCABULARY, FakeServer
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from rollout_run import Run, calling, conversations, options_for, replies, tool_options
 
 import rollout
+from conversation import read_template
 from options import Options
 from rollout import (
-    DeathMessage,
-    Group,
     GroupMessage,
-    Link,
     MetricsMessage,
-    Rollout,
     RolloutError,
-    RolloutLoop,
-    RolloutProcess,
-    Turn,
-    completion_metrics,
-    drop_reason,
-    load_task,
     next_cap,
-    samples_of,
-    total_rewards,
 )
 
 HERE = Path(__file__).parent
 
 
-def case(name: str) -> dict:
-    return json.loads((HERE / "data" / "cases" / f"{name}.json").read_text())
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory) -> str:
-    """A directory with a tokenizer of whole words, a chat template and a config, but no weights."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    directory = tmp_path_factory.mktemp("model")
-    words = ["<pad>", "<bos>", "<eos>", "user", "assistant", "system", "tool"]
-    vocabulary = {word: i for i, word in enumerate(words + [str(i) for i in range(40)])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }} {{ m.content }} <eos> {% endfor %}"
-        "{% if add_generation_prompt %}assistant {% endif %}"
-    )
-    tokenizer.save_pretrained(directory)
-    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": VOCABULARY}))
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, 5]}))
-    return str(directory)
-
-
-def options_for(model: str, *servers: FakeServer, **changes) -> Options:
-    defaults = dict(
-        model=model,
-        task="rollout_tasks:lengths",
-        num_generations=4,
-        max_completion_length=16,
-        num_train_epochs=1.0,
-        vllm_server_base_url=[server.url for server in servers],
-        vllm_server_timeout=20.0,
-        num_sampler_logprobs=3,
-    )
-    return Options(**(defaults | changes))
-
-
-class Run:
-    """A loop in this process, on a thread with its own event loop, and what it sent."""
-
-    def __init__(self, options, allowance=10**9, position=0, finished=(), version=1):
-        self.link = Link(multiprocessing.get_context("spawn"))
-        self.link.version.value = version
-        self.link.allowance.value = allowance
-        self.messages = []
-        self.loop = rollout.load_loop(options.rollout_loop)(options, self.link, self.messages.append)
-        for load in self.loop.loads:
-            load.server.backoff_s = 0.001
-        self.error = None
-        self._thread = threading.Thread(target=self._run, args=(position, set(finished)))
-
-    def _run(self, position, finished):
-        try:
-            asyncio.run(self._main(position, finished))
-        except Exception as error:
-            self.error = error
-
-    async def _main(self, position, finished):
-        self.event_loop = asyncio.get_running_loop()
-        await self.loop.run(position, finished)
-
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self.link.stop.value = 1
-        self._thread.join(15)
-        assert not self._thread.is_alive()
-
-    def until(self, ready, seconds=15.0):
-        """Wait until ready() is true; the loop's error is raised here."""
-        deadline = time.monotonic() + seconds
-        while not ready():
-            if self.error is not None:
-                raise self.error
-            assert time.monotonic() < deadline, f"nothing came of it: {self.loop.status(time.monotonic())}"
-            time.sleep(0.005)
-
-    def groups(self, count: int = 0) -> list[GroupMessage]:
-        """The group messages so far, once there are `count`."""
-        found = lambda: [m for m in list(self.messages) if isinstance(m, GroupMessage)]  # noqa: E731
-        self.until(lambda: len(found()) >= count)
-        return found()
-
-    def metrics(self) -> dict:
-        """Everything measured so far."""
-        buffer = rollout.MetricsBuffer()
-        for values in [m.values for m in self.messages if isinstance(m, MetricsMessage)] + [
-            self.loop.metrics.values
-        ]:
-            for name, value in values.items():
-                buffer.record(name, value)
-        return buffer.values
-
-
-# ---- turns -> samples
-
-
-def turn(prompt, output, **more) -> Turn:
-    return Turn(prompt, output, [-0.1 * (i + 1) for i in range(len(output))], **more)
-
-
-def samples(*turns, version=3):
-    return samples_of(Rollout([], [], list(turns), rollout_id=5), group_id=1, row_index=0, version=version)
-
-
-def test_rerendered_history_starts_a_new_sample():
-    given, expect = case("A04_rerendered_history")["given"], case("A04_rerendered_history")["expect"]
-    turns = [Turn(t["prompt_ids"], t["output_ids"], t["output_log_probs"]) for t in given["turns"]]
-    made, drift = samples(*turns)
-    assert len(made) == expect["samples_per_rollout"]
-    for sample, wanted in zip(made, expect["samples"], strict=True):
-        assert sample.input_ids.tolist() == wanted["input_ids"]
-        assert sample.trained.astype(int).tolist() == wanted["completion_mask"]
-        np.testing.assert_allclose(sample.sampler_logp, wanted["old_log_probs"], atol=1e-7)
-    assert drift == [expect["drift_tokens_max"]]
-    assert sum(int(s.trained.sum()) for s in made) == expect["trained_tokens_total"]
-
-
-def test_turn_that_repeats_all_held_tokens_continues_the_sample():
-    (sample,), drift = samples(turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 9, 9], [5, 6]))
-    assert sample.input_ids.tolist() == [1, 2, 3, 4, 9, 9, 5, 6]
-    assert sample.trained.astype(int).tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert drift == [0] and sample.rollout_id == 5 and sample.group_id == 1
-
-
-def test_one_token_of_drift_is_enough_to_fork():
-    made, drift = samples(turn([1, 2], [3, 4]), turn([1, 2, 3, 7, 9], [5]))
-    assert len(made) == 2 and drift == [1]
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.booleans(), st.lists(st.integers(0, 3), min_size=1), st.lists(st.integers(0, 3), min_size=1)
-        ),
-        min_size=1,
-        max_size=5,
-    )
-)
-@settings(max_examples=100, deadline=None)
-def test_every_generated_token_is_trained_in_exactly_one_sample(plan):
-    turns, held = [], []
-    for continues, context, output in plan:
-        prompt = held + context if continues else context
-        turns.append(turn(prompt, output))
-        held = prompt + output
-    made, drift = samples(*turns)
-    trained = [token for s in made for token in s.input_ids[s.trained].tolist()]
-    assert trained == [token for t in turns for token in t.output_ids]
-    assert len(drift) == len(turns) - 1 and len(made) == 1 + sum(d > 0 for d in drift)
-
-
-def test_masked_tokens_are_context_and_a_sample_without_trained_ones_is_not_made():
-    (sample,), _ = samples(turn([1], [3, 4], output_mask=[0, 1]), turn([8], [9], output_mask=[0]))
-    assert sample.trained.tolist() == [False, False, True]
-
-
-def test_first_token_is_never_trained():
-    (sample,), _ = samples(turn([], [3, 4]))
-    assert sample.trained.tolist() == [False, True]
-
-
-def test_candidates_and_top_lists_stay_with_their_tokens():
-    first = turn([1, 2], [3, 4], candidate_ids=[[3, 8], [4]], topk=[{3: -0.1, 8: -0.5}, {4: -0.2}])
-    arrays = (np.array([[5, 7, 6]], np.int32), np.array([[-0.1, -0.2, -0.3]], np.float32))
-    second = turn([1, 2, 3, 4, 9], [5], candidate_ids=(np.array([5, 6]), np.array([0, 2])), topk=arrays)
-    third = turn([1, 2, 3, 4, 9, 5], [6])
-    (sample,), _ = samples(first, second, third)
-    values, offsets = sample.candidate_ids
-    lists = [values[a:b].tolist() for a, b in zip(offsets, offsets[1:], strict=False)]
-    assert lists == [[], [], [3, 8], [4], [], [5, 6], []]
-    assert sample.topk_ids[[2, 3, 5]].tolist() == [[3, 8, -1], [4, -1, -1], [5, 7, 6]]
-    assert (sample.topk_ids[[0, 1, 4, 6]] == -1).all() and np.isneginf(sample.topk_logp[6]).all()
-    assert sample.topk_logp[2, 1] == np.float32(-0.5)
-
-
-def test_sample_carries_the_oldest_version_of_its_own_tokens():
-    one, two = samples(
-        turn([1], [3, 4], versions=np.array([6, 7], np.int32)),
-        turn([9], [5, 6], versions=np.array([8, 8], np.int32)),
-        version=6,
-    )[0]
-    assert (one.version, two.version) == (6, 8)
-    assert one.token_version[one.trained].tolist() == [6, 7]
-    assert samples(turn([1], [3]), version=4)[0][0].version == 4
-
-
-def test_log_probabilities_that_do_not_fit_the_tokens_are_an_error():
-    with pytest.raises(RolloutError, match="rollout 5: 2 tokens but 1 log-probabilities"):
-        samples(Turn([1], [3, 4], [-0.1]))
-
-
-# ---- scoring
-
-
-def group_of(rewards) -> Group:
-    return Group([], [], {}, np.array(rewards, dtype=np.float64), 0, 0, 0)
-
-
-def test_group_scoring_case():
-    expect = case("A01_group_scoring")["expect"]
-    for one in case("A01_group_scoring")["given"]["groups"]:
-        rewards = one.get("rewards") or [eval(text) for text in one["rewards_as_expressions"]]
-        column = np.array(
-            [np.nan if value in (None, "NaN") else value for value in rewards], dtype=np.float64
-        )
-        group = group_of(total_rewards({"f": column}, len(column)))
-        advantages = RolloutLoop.compute_advantages(None, group)
-        assert not np.isnan(advantages).any()
-        wanted = expect[one["name"]]
-        dropped = True if one["name"] == "equal_up_to_rounding" else wanted["dropped"]
-        assert (drop_reason(group.rewards) is not None) == dropped
-        if "advantages" in wanted:
-            np.testing.assert_allclose(advantages, wanted["advantages"], rtol=0, atol=wanted["tolerance"])
-            assert advantages[1] == 0.0 == advantages[3]
-
-
-def test_sources_are_summed_and_a_rollout_nobody_scored_stays_unscored():
-    sources = {"a": np.array([1.0, np.nan, np.nan]), "b": np.array([2.0, 5.0, np.nan])}
-    np.testing.assert_array_equal(total_rewards(sources, 3), [3.0, 5.0, np.nan])
-    np.testing.assert_array_equal(total_rewards({}, 2), [np.nan, np.nan])
-
-
-@pytest.mark.parametrize(
-    "rewards, reason",
-    [
-        ([1, 1 + 5e-9, np.nan], "equal rewards"),
-        ([1, 1 + 5e-8], None),
-        ([1e6, 1e6 + 1e-3], "equal rewards"),
-        ([1, np.nan], "fewer than two scored"),
-        ([np.nan, np.nan], "fewer than two scored"),
-    ],
-)
-def test_groups_are_dropped_by_comparing_rewards(rewards, reason):
-    assert drop_reason(np.array(rewards, dtype=np.float64)) == reason
-
-
-def test_completion_metrics_case():
-    given, expect = case("A08_metric_definitions")["given"], case("A08_metric_definitions")["expect"]
-    rollouts = [Rollout([], [], [turn([1], ids) for ids in turns]) for turns in given["completions"].values()]
-    values = completion_metrics(rollouts, set(given["eos_token_ids"]))
-    for name in ("mean_length", "min_length", "max_length", "clipped_ratio"):
-        assert reduced(values[f"completions/{name}"]) == pytest.approx(expect[f"completions/{name}"])
-    for name in ("mean", "min", "max"):
-        name = f"completions/{name}_terminated_length"
-        assert reduced(values[name]) == pytest.approx(expect[name])
-    group = [
-        Rollout([], [], [turn([1], ids) for ids in turns]) for turns in given["group_for_duplicates"].values()
-    ]
-    duplicates = completion_metrics(group, {100})["completions/duplicate_frac"]
-    assert reduced(duplicates) == expect["completions/duplicate_frac"]
-
-
-def reduced(value) -> float:
-    if isinstance(value, tuple):
-        return value[0] / value[1]
-    return float(np.mean(value)) if isinstance(value, list) else value
-
-
-def test_metrics_buffer_joins_values_as_their_names_say():
-    buffer = rollout.MetricsBuffer()
-    for value in (2, 5, 1):
-        buffer.record("rollout/turns_max", value)
-        buffer.record("completions/min_length", value)
-        buffer.record("rollout/vllm_retry_count", value)
-        buffer.record("rollout/concurrency", value)
-        buffer.record("rollout/fork_frac", (value, 10))
-    assert buffer.take() == {
-        "rollout/turns_max": 5,
-        "completions/min_length": 1,
-        "rollout/vllm_retry_count": 8,
-        "rollout/concurrency": [2, 5, 1],
-        "rollout/fork_frac": (8, 30),
-    }
-    assert buffer.take() == {}
+# ---- server load
 
 
 @pytest.mark.parametrize(
@@ -344,46 +48,6 @@ def test_metrics_buffer_joins_values_as_their_names_say():
 )
 def test_server_cap_follows_its_load(cap, running, finished, kv_usage, waiting, wanted):
     assert next_cap(cap, running, finished, kv_usage, waiting) == wanted
-
-
-# ---- tasks
-
-
-@pytest.mark.parametrize(
-    "spec, error, text",
-    [
-        ("tasks/absent.py", ValueError, "no file tasks/absent.py"),
-        ("absent_module", ValueError, "no module absent_module"),
-        ("rollout_tasks:absent", ValueError, "rollout_tasks has no absent"),
-        ("rollout_tasks", ValueError, "rollout_tasks has no dataset"),
-        ("rollout_tasks:empty", ValueError, "dataset of task rollout_tasks:empty is empty"),
-        ("rollout_tasks:no_prompt", ValueError, r"no column `prompt`; its columns are \['question'\]"),
-        ("rollout_tasks:plain_text", ValueError, "not conversational"),
-        ("rollout_tasks:image", ValueError, "row 0 .* holds an image"),
-        ("rollout_tasks:closure", TypeError, "closure.<locals>.<lambda> .* lambda or closure"),
-    ],
-)
-def test_unusable_tasks_are_refused_by_name(spec, error, text):
-    with pytest.raises(error, match=text):
-        load_task(spec, {})
-
-
-def test_task_is_found_by_path_and_by_module(tmp_path):
-    file = tmp_path / "numbers.py"
-    file.write_text(
-        textwrap.dedent("""
-            def dataset(size, start=0):
-                return [{"prompt": [{"role": "user", "content": str(start + i)}]} for i in range(size)]
-            def good(completions, **_):
-                return [0.0] * len(completions)
-            rewards = good
-        """)
-    )
-    task = load_task(str(file), {"size": 3, "start": 5})
-    assert len(task.dataset) == 3 and task.rewards[0].__name__ == "good"
-    assert load_task("rollout_tasks:lengths", {"size": 2}).dataset == rollout_tasks.prompts(2)
-    with pytest.raises(ValueError, match=r"task_kwargs \['size'\]: nothing in task .* takes them"):
-        load_task("rollout_tasks:Fixed", {"size": 2})
 
 
 # ---- generation
@@ -522,6 +186,10 @@ def test_samples_carry_the_version_their_group_began_with(model):
     expect = case("A18_transfer_order_and_version")["expect"]["in_flight"]
     assert {s.version for s in first.samples} == {expect["stamped_version"]}
     assert {s.version for s in second.samples} == {5}
+    salts = [body["cache_salt"] for body in fake.requests]
+    assert salts[:4] == [str(given["started_at_version"])] * 4 and salts[-1] == "5", (
+        "no keys of older weights"
+    )
 
 
 def test_versions_the_server_reports_win_over_the_groups(model):
@@ -586,7 +254,7 @@ def test_template_of_the_options_replaces_the_tokenizers(model, tmp_path):
                 run.groups(1)
             assert fake.requests[0]["prompt"] == [7, 7, 46]
     with pytest.raises(ValueError, match="there is no file templates/absent"):
-        rollout.read_template("templates/absent")
+        read_template("templates/absent")
 
 
 # ---- limits
@@ -675,6 +343,38 @@ def test_whole_groups_go_to_the_least_loaded_server(model):
             assert set(Counter(tuple(body["prompt"]) for body in fake.requests).values()) == {4}
 
 
+def test_rollouts_of_a_dead_server_go_on_at_the_others(model):
+    with FakeServer() as one, FakeServer() as two:
+        two.gate = threading.Event()
+        with Run(options_for(model, one, two, task_kwargs={"size": 12})) as run:
+            run.until(lambda: len(two.requests) >= 4)
+            two.die()
+            groups = run.groups(12)
+            assert [load.down for load in run.loop.loads] == [False, True]
+            assert f"down: {two.url}" in run.loop.status(time.monotonic())
+            assert [load.running for load in run.loop.loads] == [0, 0]
+    assert sorted(g.group_id for g in groups) == list(range(12)) and all(len(g.samples) == 4 for g in groups)
+    lost = {body["seed"] for body in two.requests}
+    assert lost and lost <= {body["seed"] for body in one.requests}, "the very requests are sent again"
+
+
+def test_server_that_returns_is_used_once_it_has_the_current_weights(model):
+    with FakeServer() as one, FakeServer() as two:
+        with Run(options_for(model, one, two, task_kwargs={"size": 1}), version=3) as run:
+            run.groups(1)
+            look = lambda: asyncio.run_coroutine_threadsafe(  # noqa: E731
+                run.loop._look_at_servers(), run.event_loop
+            ).result(5)
+            down = lambda: [load.down for load in run.loop.loads]  # noqa: E731
+            for version, wanted in (("default", True), ("2", True), ("3", False)):
+                two.replies["/weight_info"] = (200, {"weight_version": version})
+                look()
+                assert down() == [False, wanted]
+            one.replies["/weight_info"] = two.replies["/weight_info"] = (200, {"weight_version": "default"})
+            with pytest.raises(RolloutError, match="it was restarted"):
+                look()
+
+
 def test_full_scoring_queue_holds_generation(model):
     with FakeServer() as fake, Run(options_for(model, fake, task="rollout_tasks:never_scored")) as run:
         run.until(lambda: run.loop._blocked and "scoring queue" in run.loop._waiting_for)
@@ -760,6 +460,302 @@ def test_group_with_equal_rewards_is_dropped_and_counted(model):
     assert reduced(metrics["reward_dropped"]) == expect["reward_dropped"] == reduced(metrics["reward"])
 
 
+# ---- tools
+
+
+def test_tool_faults_go_back_to_the_model(tokenizer):
+    given, expect = case("A03_tool_faults")["given"], case("A03_tool_faults")["expect"]["first_rollout"]
+    calls = "".join(calling(c["name"], c["arguments"]) for c in given["turn_1_assistant_tool_calls"])
+    with FakeServer() as fake:
+        fake.answer = replies(tokenizer, calls, given["turn_2_assistant"]["content"])
+        with Run(tool_options(fake, "with_tools", rollout_loop="rollout_tasks:Keeping")) as run:
+            (group,) = run.groups(1)
+            metrics = run.metrics()
+            completion = conversations(run)[0].completion
+    results = [m["content"] for m in completion if m["role"] == "tool"]
+    assert len(results) == expect["tool_messages"]
+    assert [text.startswith("error: ") for text in results] == expect["is_error"]
+    assert results[0] == expect["content_0"] and expect["content_4_contains"] in results[4]
+    assert "there is no tool ad; there are add, explode" in results[1]
+    assert '{"a": 1, "b"' in results[2] and "'b'" in results[5], "the model reads what was wrong"
+    assert completion[-1] == {"role": "assistant", "content": "done"}
+    assert len(fake.requests) == 4 * expect["server_requests"] and group.dropped is None
+    assert metrics["tools/call_frequency"] == (4 * expect["call_count"], 4)
+    assert metrics["tools/failure_frequency"] == (4 * expect["failure_count"], 4 * expect["call_count"])
+    assert metrics["tools/unknown_name_count"] == 4 * expect["unknown_name_count"]
+    assert reduced(metrics["tools/parallel_calls_mean"]) == expect["parallel_calls_mean"]
+    assert metrics["tools/add/call_count"] == 4 * 5 and metrics["tools/add/failure_count"] == 4 * 4
+    assert len(metrics["tools/add/latency_s"]) == 4 * 2, "add ran for the first call, and failed in the sixth"
+    assert metrics["tools/loop_exhausted_frac"] == (0, 4)
+    assert not any("/ad/" in name for name in metrics), "invented names make no metrics"
+
+
+def test_reply_without_a_call_is_one_request(tokenizer):
+    expect = case("A03_tool_faults")["expect"]["second_rollout"]
+    with FakeServer() as fake:
+        fake.answer = replies(tokenizer, case("A03_tool_faults")["given"]["second_rollout_turn_1"]["content"])
+        with Run(tool_options(fake, "with_tools")) as run:
+            run.groups(1)
+            metrics = run.metrics()
+    assert len(fake.requests) == 4 * expect["server_requests"]
+    assert metrics["tools/call_frequency"] == (expect["call_count"], 4)
+    assert metrics["tools/failure_frequency"] == (0, 0), "a rate with nothing behind it is NaN"
+
+
+def test_turns_become_one_sample_of_exactly_the_sampled_tokens(tokenizer):
+    with FakeServer() as fake:
+        first = "let me see  " + calling("add", {"a": 2, "b": 3}).replace(", ", " ,")
+        fake.answer = replies(tokenizer, first, "5")
+        with Run(tool_options(fake, "with_tools")) as run:
+            samples = run.groups(1)[0].samples
+            metrics = run.metrics()
+    assert len(samples) == 4 and metrics["rollout/fork_frac"] == (0, 4)
+    sample = samples[0]
+    assert tokenizer.decode(sample.input_ids[sample.trained]) == f"{first}<|end|>5<|end|>"
+    text = tokenizer.decode(sample.input_ids)
+    assert text.endswith(f"<|assistant|>{first}<|end|><|tool|>5<|end|><|assistant|>5<|end|>")
+    assert '"name": "add"' in text[: text.index("<|user|>")], "the model is shown the tools"
+    assert [t.startswith(s) for s, t in zip(*prompt_pairs(fake), strict=True)] == [True] * 4
+
+
+def prompt_pairs(fake: FakeServer) -> tuple[list[str], list[str]]:
+    """First and second prompts of the rollouts, as texts of ids."""
+    texts = [" ".join(map(str, body["prompt"])) for body in fake.requests]
+    first = min(texts, key=len)
+    return [first] * (len(texts) // 2), [text for text in texts if text != first]
+
+
+def test_calls_of_a_message_run_in_order_and_rollouts_side_by_side(tokenizer):
+    with FakeServer() as fake:
+        calls = calling("look_up", {"word": "a"}) + calling("wait", {"seconds": 0.3}) + calling("add", {})
+        fake.answer = replies(tokenizer, calls, "done")
+        options = tool_options(fake, "with_tools", rollout_loop="rollout_tasks:Keeping", num_generations=8)
+        with Run(options) as run:
+            run.groups(1)
+            duration = reduced(run.metrics()["rollout/duration_s"])
+            completion = conversations(run)[3].completion
+    assert [m["name"] for m in completion if m["role"] == "tool"] == ["look_up", "wait", "add"]
+    assert 0.6 <= duration < 1.5, "one after the other would take 4.8 s"
+
+
+def test_rounds_of_calls_are_bounded(tokenizer):
+    with FakeServer() as fake:
+        fake.answer = replies(tokenizer, calling("add", {"a": 1, "b": 1}))
+        options = tool_options(
+            fake, "with_tools", rollout_loop="rollout_tasks:Keeping", max_tool_calling_iterations=2
+        )
+        with Run(options) as run:
+            run.groups(1)
+            metrics = run.metrics()
+            one = conversations(run)[0]
+    assert len(one.turns) == 3 and one.tool_call_count == 2, "the third message's call is not run"
+    assert metrics["tools/loop_exhausted_frac"] == (4, 4)
+    assert metrics["completions/clipped_ratio"] == (0, 4)
+
+
+def test_later_turn_without_room_ends_its_rollout(tokenizer):
+    with FakeServer() as fake:
+        fake.answer = replies(tokenizer, calling("add", {"a": 1, "b": 1}))
+        options = tool_options(fake, "with_tools", rollout_loop="rollout_tasks:Keeping")
+        fake.max_model_len = 1500
+        with Run(options) as run:
+            run.groups(1)
+            turns = conversations(run)[0].turns
+            metrics = run.metrics()
+    longest = max(len(body["prompt"]) for body in fake.requests)
+    assert len(turns) > 3 and 1400 < longest < 1500
+    assert metrics["completions/clipped_ratio"] == (4, 4)
+    assert metrics["tools/loop_exhausted_frac"] == (0, 4)
+
+
+def test_message_that_was_cut_short_calls_nothing(tokenizer):
+    def answer(body):
+        ids = tokenizer.encode(calling("add", {"a": 1, "b": 1}))
+        return ids, [{token: -1.0} for token in ids], "length"
+
+    with FakeServer() as fake:
+        fake.answer = answer
+        with Run(tool_options(fake, "with_tools")) as run:
+            run.groups(1)
+            assert run.metrics()["completions/clipped_ratio"] == (4, 4)
+    assert len(fake.requests) == 4
+
+
+def test_template_that_rewrites_turns_is_reported_and_forks(tokenizer, tmp_path, capfd):
+    template = tmp_path / "forgetful.jinja"
+    forget = "(message.content if loop.last else message.content.split('</think>')[-1])"
+    template.write_text(tokenizer.chat_template.replace('(message.content or "")', forget))
+    with FakeServer() as fake:
+        said = "<think>hm</think>" + calling("add", {"a": 2, "b": 3})
+        fake.answer = replies(tokenizer, said, "5")
+        with Run(tool_options(fake, "with_tools", chat_template=str(template))) as run:
+            samples = run.groups(1)[0].samples
+            metrics = run.metrics()
+    printed = capfd.readouterr().out
+    assert "the chat template rewrites earlier turns" in printed and "tokens held" in printed
+    assert len(samples) == 8 and metrics["rollout/fork_frac"] == (4, 4)
+    assert "<think>" not in tokenizer.decode(samples[1].input_ids)
+    trained = [tokenizer.decode(s.input_ids[s.trained]) for s in samples[:2]]
+    assert trained == [f"{said}<|end|>", "5<|end|>"]
+
+
+def test_tools_that_no_template_can_carry_stop_the_run(model):
+    with FakeServer() as fake:
+        options = options_for(model, fake, task="rollout_tasks:with_tools")
+        with (
+            Run(options) as run,
+            pytest.raises(ValueError, match="not known how .* writes tool calls"),
+        ):
+            run.groups(1)
+
+
+def test_tools_are_checked_against_task_and_options():
+    loop, load_task = rollout.RolloutLoop, rollout.load_task
+    plain, tools = load_task("rollout_tasks:lengths"), load_task("rollout_tasks:with_tools")
+    rollout.check_task(tools, loop, Options(max_tool_calling_iterations=3))
+    with pytest.raises(ValueError, match="--max_tool_calling_iterations has no effect: task .*lengths"):
+        rollout.check_task(plain, loop, Options(max_tool_calling_iterations=3))
+    with pytest.raises(ValueError, match="no dataset.* set --max_steps"):
+        rollout.check_task(load_task("rollout_tasks:no_dataset"), loop, Options())
+
+
+# ---- environments
+
+
+def test_environment_is_reset_for_every_rollout_and_scores_it(tokenizer):
+    with FakeServer() as fake:
+        texts = iter([3, 2, 3, 1] * 2)  # per rollout: the step of its first call
+
+        def answer(body):
+            if "increment" in tokenizer.decode(body["prompt"][-60:]):
+                return replies(tokenizer, "done")(body)
+            return replies(tokenizer, calling("increment", {"step": next(texts)}), "done")(body)
+
+        fake.answer = answer
+        options = tool_options(fake, "counting", task_kwargs={"size": 2}, max_concurrent_rollouts=4)
+        rollout_tasks.Counter.made = 0
+        with Run(options) as run:
+            groups = run.groups(2)
+            metrics = run.metrics()
+        assert rollout_tasks.Counter.made == 4, "one per concurrent rollout, used again"
+        assert sorted(metrics["reward"]) == [0.0] * 4 + [1.0] * 4
+    prompt = tokenizer.decode(fake.requests[0]["prompt"])
+    assert "<|user|>0 0 Count to 3.<|end|>" in prompt
+    assert '"name": "add"' in prompt and '"name": "increment"' in prompt
+    assert all(name not in prompt for name in ("get_reward", "reset", "broken", "_hidden"))
+    assert groups[0].samples[0].metrics["rewards/Counter/group_std"] == 0.5
+    assert len(metrics["env/reset_s"]) == len(metrics["env/reward_s"]) == 8
+
+
+def test_row_sees_the_tools_of_its_own_environment_only(tokenizer):
+    with FakeServer() as fake:
+        fake.answer = replies(tokenizer, "done")
+        with Run(tool_options(fake, "two_kinds")) as run:
+            groups = sorted(run.groups(2), key=lambda g: g.group_id)
+    first, second = (tokenizer.decode(fake.requests[i]["prompt"]) for i in (0, -1))
+    assert "increment" in first and "look" not in first and "Count to 3." in first
+    assert "look" in second and "increment" not in second and "<|user|>1 1<|end|>" in second
+    assert groups[0].samples[0].metrics["rewards/Counter/mean"] == 0.0
+    assert not any("Silent" in name for name in groups[1].samples[0].metrics)
+
+
+def test_environments_may_give_the_prompts(tokenizer):
+    with FakeServer() as fake:
+        fake.answer = replies(tokenizer, "done")
+        with Run(tool_options(fake, "no_dataset", max_steps=3)) as run:
+            groups = run.groups(5)
+            run.link.again_in.send([1])
+            run.until(lambda: sum(g.group_id == 1 for g in run.groups()) == 2)
+    assert all(g.dropped == "equal rewards" and g.dataset_size is None for g in groups)
+    assert "<|user|>Count to three.<|end|>" in tokenizer.decode(fake.requests[0]["prompt"])
+
+
+def test_instance_of_a_rollout_that_ran_out_of_time_is_not_used_again(tokenizer):
+    with FakeServer() as fake:
+        fake.answer = replies(tokenizer, calling("increment", {"step": 1}), "done")
+        rollout_tasks.Late.made = 0
+        options = tool_options(fake, "counting", task_kwargs={"kind": "Late", "size": 2}, rollout_timeout=0.3)
+        with Run(options) as run:
+            assert [g.dropped for g in run.groups(2)] == ["fewer than two scored"] * 2
+            assert run.metrics()["rollout/timeout_count"] == 8
+    assert rollout_tasks.Late.made == 8
+
+
+@pytest.mark.parametrize(
+    "task, kwargs, error",
+    [
+        ("counting", {"kind": "BadReset"}, "BadReset.reset failed on dataset row 0: OSError: no such level"),
+        ("counting", {"kind": "BadReward"}, "BadReward.get_reward: TypeError: a reward must be a number"),
+        ("counting", {"kind": "Silent"}, "nothing scores Silent"),
+        ("two_kinds", {"names": ["Counter", "Chess"]}, "dataset row 1 is for environment 'Chess'; there are"),
+    ],
+)
+def test_broken_environment_stops_the_run_by_name(tokenizer, task, kwargs, error):
+    with FakeServer() as fake:
+        fake.answer = replies(tokenizer, "done")
+        with Run(tool_options(fake, task, task_kwargs=kwargs)) as run, pytest.raises(Exception, match=error):
+            run.groups(3)
+
+
+def test_skipped_errors_of_an_environment_score_nothing(tokenizer):
+    with FakeServer() as fake:
+        fake.answer = replies(tokenizer, "done")
+        options = tool_options(fake, "counting", task_kwargs={"kind": "BadReward"}, on_reward_error="skip")
+        with Run(options) as run:
+            assert run.groups(1)[0].dropped == "fewer than two scored"
+            assert run.metrics()["rewards/BadReward/error_count"] == 4
+
+
+# ---- evaluation
+
+
+def test_held_out_prompts_are_played_at_the_start_and_every_eval_steps(model):
+    with FakeServer() as fake:
+        options = options_for(
+            model,
+            fake,
+            eval_dataset="rollout_tasks:held_out",
+            eval_steps=4,
+            weight_sync_steps=2,
+            task_kwargs={"size": 1},
+        )
+        with Run(options, version=1) as run:
+            group = run.groups(1)[0]
+            evaluated = lambda: run.metrics().get("eval/version", [])  # noqa: E731
+            run.until(lambda: evaluated() == [1])
+            training = [body for body in fake.requests if body["prompt"][1] == 7]
+            first = [body["seed"] for body in fake.requests if body["prompt"][1] != 7]
+            run.link.version.value = 2
+            run.until(lambda: evaluated() == [1, 2])
+            run.link.version.value = 3
+            time.sleep(0.4)
+            assert evaluated() == [1, 2], "4 steps are 2 versions"
+            metrics = run.metrics()
+    seeds = [body["seed"] for body in fake.requests if body["prompt"][1] != 7]
+    assert len(training) == 4 and len(set(first)) == 12
+    assert sorted(seeds) == sorted(first * 2), "an evaluation can be compared with the one before"
+    assert len(run.groups()) == 1 and run.loop._sent_tokens == sum(len(s.input_ids) for s in group.samples)
+    assert metrics["reward"] == [0.0, 1.0, 2.0, 3.0] and metrics["eval/reward"] == [0.0, 1.0, 2.0, 3.0] * 6
+    assert reduced(metrics["eval/pass@1"]) == 0.75 and metrics["eval/pass@4"] == (6, 6)
+    assert metrics["eval/completions/clipped_ratio"] == (0, 24)
+    assert len(metrics["rollout/duration_s"]) == 4 and len(metrics["eval/rollout/duration_s"]) == 24
+
+
+def test_evaluation_in_environments_keeps_its_tool_metrics_apart(tokenizer):
+    with FakeServer() as fake:
+        fake.answer = replies(tokenizer, calling("increment", {"step": 3}), "done")
+        options = tool_options(
+            fake, "counting", eval_dataset="rollout_tasks:counting_rows", eval_steps=1, num_generations=2
+        )
+        with Run(options) as run:
+            run.until(lambda: "eval/duration_s" in run.metrics())
+            run.groups(1)
+            metrics = run.metrics()
+    assert metrics["eval/reward"] == [1.0] * 4
+    assert metrics["eval/tools/increment/call_count"] == 4 and metrics["tools/increment/call_count"] == 2
+    assert len(metrics["eval/env/reset_s"]) == 4 and len(metrics["env/reset_s"]) == 2
+
+
 # ---- hooks
 
 
@@ -839,13 +835,19 @@ def test_metrics_say_what_happened(model):
     assert "rollout/score_block_s" not in metrics and "rollout/backpressure_s" not in metrics
 
 
-def test_completions_are_printed_once_a_version(model, capfd):
+def test_completions_are_written_and_printed_once_a_version(model, capfd, tmp_path):
     with FakeServer() as fake:
-        options = options_for(model, fake, log_completions=True, num_completions_to_print=2)
+        options = options_for(
+            model, fake, log_completions=True, num_completions_to_print=2, output_dir=str(tmp_path / "new")
+        )
         with Run(options) as run:
             run.groups(4)
     printed = capfd.readouterr().out
     assert printed.count("sampled by version 1") == 1 and printed.count("  reward ") == 2
+    lines = [json.loads(line) for line in (tmp_path / "new" / "completions.jsonl").read_text().splitlines()]
+    assert len(lines) == 16 and sorted(line["reward"] for line in lines[:4]) == [0, 1, 2, 3]
+    assert lines[0]["rewards"] == {"by_place": 0.0} and lines[0]["advantage"] < 0
+    assert lines[0]["completion"][0]["role"] == "assistant" and lines[0]["prompt"][0]["role"] == "user"
 
 
 def test_status_tells_what_goes_on(model):
@@ -856,149 +858,3 @@ def test_status_tells_what_goes_on(model):
             assert "oldest" in run.link.said() and "the first group" in run.link.said()
             fake.gate.set()
             run.groups(4)
-
-
-# ---- the process
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(rollout, "CLOSE_S", 0.5)
-
-
-def check_until_error(process: RolloutProcess, seconds: float) -> RolloutError:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            process.check()
-        except RolloutError as error:
-            return error
-        time.sleep(0.05)
-    raise AssertionError(f"nothing was wrong after {seconds} s: {process.status()}")
-
-
-def next_groups(process: RolloutProcess, count: int, wanted=lambda message: True) -> list[GroupMessage]:
-    """The next `count` groups that the process sends, of the wanted ones."""
-    groups = []
-    while len(groups) < count:
-        message = process.queue.get(timeout=30)
-        groups += [message] if isinstance(message, GroupMessage) and wanted(message) else []
-    return groups
-
-
-def gone(pid: int) -> bool:
-    try:
-        return "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]
-    except OSError:
-        return True
-
-
-def test_process_sends_groups_and_ends_when_told(model):
-    with FakeServer() as fake:
-        process = RolloutProcess(options_for(model, fake, task=rollout_tasks.Fixed(), num_train_epochs=50.0))
-        process.start(position=0, finished=set(), version=0)
-        try:
-            process.publish(1, 500)
-            first = next_groups(process, 3)
-            assert first[0].samples[0].version == 1
-            os.kill(process._process.pid, signal.SIGINT)  # Ctrl-C reaches every process; the trainer decides
-            process.publish(1, 10**9, again=[0])
-            next_groups(process, 1, wanted=lambda message: message.group_id == 0)
-            process.check()
-            pid = process._process.pid
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            assert b"CUDA_VISIBLE_DEVICES=" in environment
-        finally:
-            started = time.monotonic()
-            process.stop()
-            process.stop()
-        assert time.monotonic() - started < 5 and gone(pid) and process._process.exitcode == 0
-
-
-def test_killed_process_is_noticed(model):
-    with FakeServer() as fake:
-        process = RolloutProcess(options_for(model, fake))
-        process.start(0, set(), 0)
-        os.kill(process._process.pid, signal.SIGKILL)
-        assert "exit code -9" in str(check_until_error(process, 10))
-        process.stop()
-
-
-def test_failing_reward_reaches_the_trainer_with_its_traceback(model):
-    expect = case("A02_reward_contract")["expect"]["raises_sync"]
-    with FakeServer() as fake:
-        options = options_for(model, fake, task="rollout_tasks:broken", task_kwargs={"name": "raises_sync"})
-        process = RolloutProcess(options)
-        process.start(0, set(), 0)
-        process.publish(1, 10**6)
-        error = str(check_until_error(process, expect["max_seconds_to_surface"]))
-        assert "reward function raises_sync: ValueError: bad gold answer" in error and "Traceback" in error
-        messages = list(process.queue.queue)
-        assert sum(isinstance(m, DeathMessage) for m in messages) == 1
-        assert not any(isinstance(m, GroupMessage) for m in messages)
-        process.stop()
-
-
-def test_held_event_loop_stops_the_heart_and_is_ended_by_force(model, quick):
-    with FakeServer() as fake:
-        options = options_for(model, fake, rollout_loop=rollout_tasks.Stuck, rollout_worker_timeout=1.0)
-        process = RolloutProcess(options)
-        process.start(0, set(), 0)
-        process._link.beat.value += 30  # imports on a busy machine
-        process.publish(1, 10**6)
-        while process._link.beat.value > time.monotonic():
-            time.sleep(0.05)
-        error = str(check_until_error(process, 30))
-        assert "no heartbeat of the rollout process" in error and "rollout_worker_timeout" in error
-        started = time.monotonic()
-        process.stop()
-        assert time.monotonic() - started < 5 and gone(process._process.pid)
-
-
-def test_the_process_ends_with_its_parent(model):
-    with FakeServer() as fake:
-        program = textwrap.dedent(f"""
-            import sys, time
-            sys.path[:0] = {[str(HERE), str(HERE.parent)]!r}
-            from rollout import RolloutProcess
-            from options import Options
-            if __name__ == "__main__":
-                process = RolloutProcess(Options(model={model!r}, task="rollout_tasks:lengths",
-                    num_generations=4, vllm_server_base_url=[{fake.url!r}]))
-                process.start(0, set(), 0)
-                print(process._process.pid, flush=True)
-                time.sleep(600)
-        """)
-        parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-        child = int(parent.stdout.readline())
-        time.sleep(1.0)
-        assert not gone(child)
-        parent.kill()
-        parent.wait()
-        deadline = time.monotonic() + 5
-        while not gone(child):
-            assert time.monotonic() < deadline, "the rollout process outlived its parent"
-            time.sleep(0.05)
-
-
-def test_reward_that_cannot_be_handed_over_is_refused_before_anything_starts(model):
-    for task in ("rollout_tasks:Handed", rollout_tasks.Handed()):
-        process = RolloutProcess(options_for(model, task=task))
-        with pytest.raises(TypeError, match="Handed.<lambda> .* is a lambda or closure"):
-            process.start(0, set(), 0)
-        process.stop()
-    process = RolloutProcess(options_for(model, task_kwargs={"judge": lambda: 1}))
-    with pytest.raises(TypeError, match="option task_kwargs cannot be handed to the rollout process"):
-        process.start(0, set(), 0)
-
-
-def test_full_pipe_does_not_block_the_end_of_the_process():
-    messages_out, messages_in = multiprocessing.Pipe(duplex=False)
-    sender = rollout.Sender(messages_in)
-    sender.put("x" * 10**6)  # nobody reads
-    started = time.monotonic()
-    sender.close(timeout=0.2)
-    assert time.monotonic() - started < 1
-    messages_out.close()
-    sender.close(timeout=5)
-    messages_in.close()

@@ -1,0 +1,521 @@
+"""A rollout's conversation, between messages and tokens: prompts, the calls in replies, samples to train on.
+
+turn 1   prompt 1 ............ output 1
+turn 2   prompt 1 ............ output 1  new context  output 2      starts with all that is held: same sample
+turn 3   prompt 3 (rewritten) ....................... output 3      anything else: a fork, a new sample
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from packing import Sample
+
+
+class RolloutError(RuntimeError):
+    """The rollout process cannot go on; the text says why."""
+
+
+@dataclass
+class Turn:
+    """One sampling request and its answer."""
+
+    prompt_ids: list[int]  # the whole prompt that was sent
+    output_ids: list[int]
+    output_logp: np.ndarray  # the sampler's, one per output token
+    output_mask: list[int] | None = None  # 1 = trained, 0 = context only; None = all 1
+    candidate_ids: list[list[int]] | tuple | None = (
+        None  # per token, or (values, offsets); None = whole vocabulary
+    )
+    topk: list[dict] | tuple | None = (
+        None  # per token id -> logp, or (ids [n, K], logp [n, K]), most likely first
+    )
+    versions: np.ndarray | None = None  # version that made each token; None = the group's
+
+
+@dataclass
+class Rollout:
+    """One conversation."""
+
+    completion: list[dict]  # messages after the prompt
+    completion_ids: list[int]
+    turns: list[Turn]
+    tool_call_count: int = 0
+    tool_failure_count: int = 0
+    reward: float | None = None  # None = no reward from this source
+    rollout_id: int = -1
+    out_of_room: bool = False  # the context was full before the model had finished
+
+
+# ------------------------------------------------------------------------------------------ turns -> samples
+
+
+def samples_of(
+    rollout: Rollout, group_id: int, row_index: int, version: int
+) -> tuple[list[Sample], list[int]]:
+    """A rollout's samples, advantage 0 for now, and the tokens rendered anew at every change of turn.
+
+    A turn whose prompt starts with exactly the tokens held so far continues the sample, its new prompt part
+    being context; any other turn starts a new sample. Tokens without a version of their own were made by
+    `version`.
+    """
+    runs, drift = reconcile(rollout.turns)
+    samples = [sample_of(run, rollout.rollout_id, group_id, row_index, version) for run in runs]
+    return [s for s in samples if s.trained.any()], drift
+
+
+def reconcile(turns: list[Turn]) -> tuple[list[list[tuple[list[int], Turn]]], list[int]]:
+    """Turns -> runs of (context ids, turn), one run per sample, and the drift of every change of turn.
+
+    Drift is how many held tokens the next prompt does not repeat: 0 continues the sample, more forks it.
+    There is no tolerance: the sampler never saw any other tokens than its prompt's.
+    """
+    runs, drift, held = [], [], None
+    for turn in turns:
+        prompt = list(turn.prompt_ids)
+        if held is not None and prompt[: len(held)] == held:
+            runs[-1].append((prompt[len(held) :], turn))
+            drift.append(0)
+        else:
+            runs.append([(prompt, turn)])
+            if held is not None:
+                drift.append(len(held) - common_prefix(held, prompt))
+        held = prompt + list(turn.output_ids)
+    return runs, drift
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def sample_of(run, rollout_id: int, group_id: int, row_index: int, version: int) -> Sample:
+    """One run of (context ids, turn) as a sample of L tokens."""
+    length = sum(len(context) + len(turn.output_ids) for context, turn in run)
+    input_ids = np.empty(length, dtype=np.int32)
+    trained = np.zeros(length, dtype=bool)
+    logp = np.zeros(length, dtype=np.float32)
+    versions = np.full(length, version, dtype=np.int32)
+    generated = []  # versions of generated tokens only
+    pieces = []  # (slice of the output, turn)
+    start = 0
+    for context, turn in run:
+        out = slice(start + len(context), start + len(context) + len(turn.output_ids))
+        made, scored = len(turn.output_ids), len(turn.output_logp)
+        if made != scored:
+            raise RolloutError(f"rollout {rollout_id}: {made} tokens but {scored} log-probabilities")
+        input_ids[start : out.start] = context
+        input_ids[out] = turn.output_ids
+        trained[out] = True if turn.output_mask is None else np.asarray(turn.output_mask, dtype=bool)
+        logp[out] = turn.output_logp
+        if turn.versions is not None:
+            versions[out] = turn.versions
+        generated.append(versions[out])
+        pieces.append((out, turn))
+        start = out.stop
+    trained[:1] = False  # nothing predicts the first token
+    topk_ids, topk_logp = topk_table(pieces, length)
+    return Sample(
+        input_ids=input_ids,
+        trained=trained,
+        sampler_logp=logp,
+        advantage=0.0,
+        group_id=group_id,
+        row_index=row_index,
+        rollout_id=rollout_id,
+        version=int(np.concatenate(generated).min(initial=np.iinfo(np.int32).max)),
+        candidate_ids=candidate_lists(pieces, length),
+        topk_ids=topk_ids,
+        topk_logp=topk_logp,
+        token_version=versions,
+    )
+
+
+def candidate_lists(pieces: list[tuple[slice, Turn]], length: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Candidate sets of a sample as (int32 values, int64 offsets [L+1]); context has empty lists."""
+    if all(turn.candidate_ids is None for _, turn in pieces):
+        return None
+    counts = np.zeros(length, dtype=np.int64)
+    values = []
+    for out, turn in pieces:
+        sets = turn.candidate_ids
+        if isinstance(sets, tuple):
+            counts[out] = np.diff(sets[1])
+            values.append(np.asarray(sets[0], dtype=np.int32))
+        elif sets is not None:
+            counts[out] = [len(ids) for ids in sets]
+            values.append(np.fromiter(itertools.chain.from_iterable(sets), dtype=np.int32))
+    return np.concatenate(values), np.concatenate([[0], np.cumsum(counts)])
+
+
+def topk_table(
+    pieces: list[tuple[slice, Turn]], length: int
+) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+    """The sampler's most likely tokens, int32 [L, K] and float32 [L, K]; -1 and -inf where there are none."""
+    tables = [(out, topk_arrays(turn.topk)) for out, turn in pieces if turn.topk is not None]
+    if not tables:
+        return None, None
+    width = max(ids.shape[1] for _, (ids, _) in tables)
+    topk_ids = np.full((length, width), -1, dtype=np.int32)
+    topk_logp = np.full((length, width), -np.inf, dtype=np.float32)
+    for out, (ids, logp) in tables:
+        topk_ids[out, : ids.shape[1]] = ids
+        topk_logp[out, : ids.shape[1]] = logp
+    return topk_ids, topk_logp
+
+
+def topk_arrays(topk) -> tuple[np.ndarray, np.ndarray]:
+    """Turn.topk as arrays [n, K]; a list of id -> logp is laid out by falling probability."""
+    if isinstance(topk, tuple):
+        return topk
+    width = max(map(len, topk), default=0)
+    ids = np.full((len(topk), width), -1, dtype=np.int32)
+    logp = np.full((len(topk), width), -np.inf, dtype=np.float32)
+    for i, entries in enumerate(topk):
+        for j, (token, value) in enumerate(sorted(entries.items(), key=lambda entry: -entry[1])):
+            ids[i, j], logp[i, j] = token, value
+    return ids, logp
+
+
+# -------------------------------------------------------------------------------------------------- messages
+
+
+@dataclass
+class Call:
+    """One tool call, as the model wrote it."""
+
+    name: str  # "" where it cannot be read
+    arguments: object  # a dict, unless there is an error
+    error: str | None = None  # what is wrong with it, for the model to read
+
+
+class Renderer:
+    """Messages -> token ids, and what was sampled -> messages, by one tokenizer and its chat template.
+
+    A later turn's prompt is the tokens held so far and the rendering of what came since, where the template
+    renders earlier turns the same whatever follows them (`probe`): what was sampled is never tokenised again
+    (tests/test_conversation.py::test_sampled_tokens_are_kept_even_where_the_tokenizer_would_split_otherwise).
+    Under any other template it is the rendering of everything, and the turn starts a new sample.
+    """
+
+    def __init__(self, tokenizer, template_kwargs: dict, eos_ids: set[int]):
+        self.tokenizer = tokenizer
+        self.template_kwargs = template_kwargs
+        self.eos_ids = eos_ids
+        self.keeps_turns = True
+        self.template = str(tokenizer.get_chat_template(tools=[{}])) if tokenizer.chat_template else ""
+        self.format = next((form for mark, form in FORMATS if mark in self.template), None)
+        self._last = ("", [])
+
+    @property
+    def reads_calls(self) -> bool:
+        """Is it known how the model writes tool calls?"""
+        return self.format is not None or response_schema(self.tokenizer) is not None
+
+    def prompt(self, messages: list[dict], schemas: list[dict] | None = None) -> list[int]:
+        """The whole conversation, ready for the assistant's turn."""
+        key = repr((messages, schemas))
+        if key != self._last[0]:  # the rollouts of a group start one after the other, with equal prompts
+            self._last = key, self.ids(messages, schemas, add_generation_prompt=True)
+        return self._last[1]
+
+    def next_prompt(
+        self, held: list[int], before: list[dict], new: list[dict], schemas: list[dict] | None
+    ) -> list[int]:
+        """The prompt of a later turn. `before` ends in the assistant's message, the last of what `held`
+        stands for; `new` came after it."""
+        whole = self.ids(before + new, schemas, add_generation_prompt=True)
+        if not self.keeps_turns:
+            return whole
+        rendered = self.ids(before, schemas, add_generation_prompt=False)
+        end = last_of(rendered, self.eos_ids)  # the template may put a line break behind it
+        if end is None or whole[: end + 1] != rendered[: end + 1]:
+            return whole
+        return held + whole[end + 1 :]
+
+    def ids(self, messages: list[dict], schemas: list[dict] | None, add_generation_prompt: bool) -> list[int]:
+        text = self.tokenizer.apply_chat_template(
+            [renderable(message) for message in messages],
+            tools=schemas or None,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **self.template_kwargs,
+        )
+        text = text.encode(errors="replace").decode()  # half a surrogate pair is no text to a tokenizer
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def reply(self, turn: Turn, schemas: list[dict] | None) -> tuple[dict, list[Call]]:
+        """The assistant's message and the calls in it. A message that was cut short calls nothing."""
+        text = self.tokenizer.decode(turn.output_ids, skip_special_tokens=True)
+        message = {"role": "assistant", "content": text}
+        ended = len(turn.output_ids) > 0 and turn.output_ids[-1] in self.eos_ids
+        if not schemas or not ended:
+            return message, []
+        if response_schema(self.tokenizer) is not None:
+            return parsed_reply(self.tokenizer, turn, schemas, message)
+        raw = self.tokenizer.decode(turn.output_ids[:-1], skip_special_tokens=False)
+        thought, close, said = raw.rpartition("</think>")  # what it thinks of calling, it does not call
+        said, calls = self.format(said) if close or "<think>" not in raw else (said, [])
+        if calls:
+            content = thought + close + said
+            for special in self.tokenizer.all_special_tokens:
+                content = content.replace(special, "")
+            message = {"role": "assistant", "content": content.strip(), "tool_calls": list(map(entry, calls))}
+        return message, calls
+
+
+def last_of(ids: list[int], wanted: set[int]) -> int | None:
+    return next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in wanted), None)
+
+
+def entry(call: Call) -> dict:
+    """A call as messages carry it."""
+    return {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def renderable(message: dict) -> dict:
+    """The message with calls that any template can render: malformed ones get no arguments.
+
+    The model has its own words before it all the same, in the tokens held, and an error that quotes them.
+    """
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for number, call in enumerate(message["tool_calls"]):
+        function = call.get("function", call)
+        arguments = function["arguments"] if isinstance(function.get("arguments"), dict) else {}
+        fixed = {"name": function.get("name") or "unknown", "arguments": arguments}
+        calls.append({"id": call_id(number), "type": "function", "function": fixed})
+    return message | {"tool_calls": calls}
+
+
+def call_id(number: int) -> str:
+    """Nine letters and digits, the only form that Mistral's templates take."""
+    return f"call{number:05d}"
+
+
+# -------------------------------------------------------------------------------------- tool calls in a text
+# A format takes the text of a message and returns what was said beside the calls, and the calls.
+
+
+def tagged_calls(text: str) -> tuple[str, list[Call]]:
+    """Qwen, Hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them."""
+    said, *parts = text.split("<tool_call>")
+    calls = []
+    for part in parts:
+        body, closed, rest = part.partition("</tool_call>")
+        calls.append(call_in(body) if closed else Call("", body, "the call has no </tool_call>"))
+        said += rest
+    return said, calls
+
+
+def mistral_calls(text: str) -> tuple[str, list[Call]]:
+    """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...} for each call."""
+    said, *parts = text.split("[TOOL_CALLS]")
+    calls = []
+    for part in map(str.strip, parts):
+        if part.startswith("["):
+            calls += listed_calls(part)
+            continue
+        name, _, arguments = part.replace("[ARGS]", "", 1).partition("{")
+        name = name.partition("[CALL_ID]")[0].strip()
+        calls.append(checked(Call(name, f"{{{arguments}")))
+    return said, calls
+
+
+def listed_calls(text: str) -> list[Call]:
+    try:
+        listed, _ = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError) as error:
+        return [Call("", text, f"the list of calls is not JSON ({error})")]
+    return [call_of(value) for value in listed]
+
+
+DEEPSEEK_BEGIN, DEEPSEEK_CALL = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
+DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
+DEEPSEEK_CALL_END, DEEPSEEK_END = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+
+
+def deepseek_calls(text: str) -> tuple[str, list[Call]]:
+    """DeepSeek: begin, name, separator, arguments, end (V3.1); or, as V3 and R1 write it, begin, "function",
+    separator, name, a line break, the arguments in a fence of JSON, end."""
+    said, *parts = text.replace(DEEPSEEK_BEGIN, "").replace(DEEPSEEK_END, "").split(DEEPSEEK_CALL)
+    calls = []
+    for part in parts:
+        body, closed, rest = part.partition(DEEPSEEK_CALL_END)
+        said += rest
+        name, separated, arguments = body.partition(DEEPSEEK_SEPARATOR)
+        if not closed or not separated:
+            calls.append(Call("", body, "the call is not complete"))
+            continue
+        if name.strip() == "function":
+            name, _, arguments = arguments.partition("\n")
+            arguments = arguments.strip().removeprefix("```json").removesuffix("```")
+        calls.append(checked(Call(name.strip(), arguments.strip())))
+    return said, calls
+
+
+def llama_calls(text: str) -> tuple[str, list[Call]]:
+    """Llama 3: the whole message is {"name": ..., "parameters": {...}}, or several of them with a `;`."""
+    marked = "<|python_tag|>" in text
+    body = text.replace("<|python_tag|>", "").strip()
+    if not body.startswith("{") or not (marked or '"name"' in body):
+        return text, []
+    decoder, calls = json.JSONDecoder(), []
+    while body:
+        try:
+            value, end = decoder.raw_decode(body)
+        except (ValueError, RecursionError) as error:
+            calls.append(Call("", body, f"the call is not JSON ({error})"))
+            break
+        calls.append(call_of(value))
+        body = body[end:].lstrip("; \n")
+    return "", calls
+
+
+FORMATS = [  # what a chat template mentions -> how its model writes calls
+    ("tool▁call", deepseek_calls),
+    ("[TOOL_CALLS]", mistral_calls),
+    ("<tool_call>", tagged_calls),
+    ("<|python_tag|>", llama_calls),
+    ('"parameters"', llama_calls),
+]
+
+
+def call_in(text: str) -> Call:
+    try:
+        return call_of(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        return Call("", text.strip(), f"the call is not JSON ({error})")
+
+
+def call_of(value) -> Call:
+    """The call in a decoded JSON value; its arguments may be JSON in a string."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return Call("", value, 'a call must be {"name": ..., "arguments": {...}}')
+    return checked(Call(value["name"], value.get("arguments", value.get("parameters", {}))))
+
+
+def checked(call: Call) -> Call:
+    """The call with its arguments as a dict, or with an error."""
+    if isinstance(call.arguments, str):
+        try:
+            call.arguments = json.loads(call.arguments)
+        except (ValueError, RecursionError) as error:
+            call.error = f"the arguments are not JSON ({error})"
+            return call
+    if not isinstance(call.arguments, dict):
+        call.error = "the arguments must be a JSON object"
+    return call
+
+
+def response_schema(tokenizer):
+    """How the tokenizer itself says its model's replies are parsed, if it does."""
+    return getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None)
+
+
+def parsed_reply(tokenizer, turn: Turn, schemas: list[dict], plain: dict) -> tuple[dict, list[Call]]:
+    """The reply as transformers parses it; one that it cannot parse is a malformed call."""
+    text = tokenizer.decode(turn.output_ids[:-1], skip_special_tokens=False)
+    if getattr(tokenizer, "response_template", None) is not None:
+        more = {"prefix": tokenizer.decode(turn.prompt_ids), "tools": schemas}
+    else:
+        more = {}
+    try:
+        message = tokenizer.parse_response(text, **more)
+    except Exception as error:  # whatever a schema raises, it is about what the model wrote
+        call = Call("", text, f"the reply could not be parsed ({first_line(error)})")
+        return plain | {"tool_calls": [entry(call)]}, [call]
+    calls = [call_of(call.get("function", call)) for call in message.get("tool_calls") or []]
+    message = {"role": "assistant", "content": ""} | message
+    return message | ({"tool_calls": list(map(entry, calls))} if calls else {}), calls
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# ------------------------------------------------------------------------------------------------- templates
+
+
+PROBE_THOUGHT = "Let me see."
+
+
+def probe(renderer: Renderer, schemas: list[dict]) -> str | None:
+    """Play two rounds of a tool's call through the template: what it does to earlier turns, None = nothing.
+
+    Sets `renderer.keeps_turns`. Raises ValueError for a template that cannot carry tools at all.
+    """
+    name = schemas[0]["function"]["name"]
+    call = {"type": "function", "function": {"name": name, "arguments": {}}}
+    result = {"role": "tool", "name": name, "tool_call_id": call_id(0), "content": "5"}
+    question = [{"role": "user", "content": "What is 2 + 3?"}]
+    try:
+        sent = renderer.tokenizer.decode(renderer.ids(question, schemas, True)).rstrip()
+    except Exception as error:  # a template raises what it likes
+        raise ValueError(f"the chat template cannot render tools: {first_line(error)}") from error
+    if name not in sent:
+        raise ValueError("the chat template does not show tools to the model; give --chat_template")
+    closing = f"{PROBE_THOUGHT}\n</think>\n\n"
+    if sent.endswith("</think>"):
+        thoughts = [""]
+    elif sent.endswith("<think>"):
+        thoughts = [closing]
+    else:
+        thoughts = ["", f"<think>\n{closing}"] if "think" in renderer.template else [""]
+    for thought in thoughts:
+        message = {"role": "assistant", "content": thought, "tool_calls": [call]}
+        try:
+            cost = fork_cost(renderer, schemas, question, message, result)
+        except Exception as error:
+            raise ValueError(f"the chat template cannot render tools: {first_line(error)}") from error
+        if cost is not None:
+            renderer.keeps_turns = False
+            kept, held = cost
+            return (
+                "the chat template rewrites earlier turns: every later turn of a rollout starts a new sample "
+                f"(a fork). In a probe conversation the next prompt repeats {kept} of {held} tokens held; "
+                "each fork forwards once more the tokens behind those and all that came after them, so a "
+                "rollout of t turns costs about t / 2 times its tokens. "
+                f"--chat_template {suggestion(renderer.template)} keeps turns as they were"
+            )
+    return None
+
+
+def fork_cost(
+    renderer: Renderer, schemas: list[dict], question: list[dict], message: dict, result: dict
+) -> tuple[int, int] | None:
+    """(tokens that the next prompt repeats, tokens held) where a turn is rewritten; None where none is."""
+    messages = list(question)
+    for _ in range(2):
+        sent = renderer.ids(messages, schemas, add_generation_prompt=True)
+        through = renderer.ids([*messages, message], schemas, add_generation_prompt=False)
+        messages += [message, result]
+        after = renderer.ids(messages, schemas, add_generation_prompt=True)
+        end = last_of(through, renderer.eos_ids)
+        kept = end is not None and after[: end + 1] == through[: end + 1] and through[: len(sent)] == sent
+        thought = message["content"]
+        if not kept or (thought and PROBE_THOUGHT not in renderer.tokenizer.decode(after[len(sent) :])):
+            held = sent + renderer.tokenizer.encode(thought, add_special_tokens=False)
+            return common_prefix(held, after), len(held)
+    return None
+
+
+def suggestion(template: str) -> str:
+    """The template that ships for this model family."""
+    if "<|im_start|>" in template:
+        return "tasks/templates/qwen3.jinja"
+    return "tasks/templates/deepseek.jinja" if "<｜Assistant｜>" in template else "FILE, one that"
+
+
+def read_template(chat_template: str) -> str:
+    """A chat template, from a file or as a text."""
+    if "{" in chat_template:
+        return chat_template
+    if not Path(chat_template).is_file():
+        raise ValueError(f"there is no file {chat_template}, and it is no template text either")
+    return Path(chat_template).read_text()

@@ -1,0 +1,170 @@
+"""Scoring: what reward functions return -> the rewards of a group, whether it is kept, and its metrics.
+
+Never: turn a missing reward into a zero (tests/test_scoring.py::test_group_scoring_case).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import numbers
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+
+from conversation import Rollout
+
+
+@dataclass
+class Group:
+    """One prompt and its rollouts, as compute_advantages sees it."""
+
+    rollouts: list[Rollout]
+    prompts: list[list[dict]]  # the same prompt once per rollout, as reward functions get it
+    reward_kwargs: dict[str, list]  # the row's other columns, once per rollout
+    rewards: np.ndarray | None  # float64 [num_generations], NaN = unscored
+    group_id: int
+    row_index: int
+    version: int  # when its first rollout began
+
+
+def is_async(function) -> bool:
+    """Is it an `async def`, a partial of one, or an instance whose calls are?"""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def as_rewards(result, count: int) -> np.ndarray:
+    """What a reward function returned, float64 [count], NaN = does not apply; TypeError, ValueError."""
+    if isinstance(result, (str, bytes, dict)) or not hasattr(result, "__len__"):
+        raise TypeError(f"it must return a list of {count} values, not {result!r}")
+    if len(result) != count:
+        raise ValueError(f"it returned {len(result)} values for {count} completions")
+    return np.array([as_reward(value) for value in result], dtype=np.float64)
+
+
+def as_reward(value) -> float:
+    """One reward; None becomes NaN. TypeError for anything but a number, ValueError for an infinite one."""
+    if hasattr(value, "item"):  # a scalar of numpy or torch
+        value = value.item()
+    if value is None:
+        return math.nan
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"a reward must be a number or None, not {value!r}")
+    if math.isinf(value):
+        raise ValueError(f"a reward must be finite, not {value!r}")
+    return float(value)
+
+
+def total_rewards(sources: dict[str, np.ndarray], count: int) -> np.ndarray:
+    """Sum over the sources that scored a rollout; NaN where none did. float64 [count]."""
+    values = np.array(list(sources.values())).reshape(-1, count)  # [sources, count]
+    return np.where(np.isnan(values).all(axis=0), np.nan, np.nansum(values, axis=0))
+
+
+def drop_reason(rewards: np.ndarray) -> str | None:
+    """Why a group teaches nothing, or None. Compares rewards: the std of equal ones can be above 0."""
+    scored = rewards[~np.isnan(rewards)]
+    if len(scored) < 2:
+        return "fewer than two scored"
+    high, low = scored.max(), scored.min()
+    return "equal rewards" if high - low <= 1e-8 * max(1.0, abs(high)) else None
+
+
+def std_of(values: np.ndarray) -> float:
+    """Population standard deviation of the scored ones; NaN when there are none."""
+    scored = values[~np.isnan(values)]
+    return float(scored.std()) if len(scored) else math.nan
+
+
+def completion_metrics(rollouts: list[Rollout], eos_ids: set[int]) -> dict:
+    """completions/*: lengths in generated tokens, the share that was cut, the share that is a repetition."""
+    lengths = [sum(len(turn.output_ids) for turn in r.turns) for r in rollouts]
+    ended = [
+        bool(r.turns and len(r.turns[-1].output_ids))
+        and r.turns[-1].output_ids[-1] in eos_ids
+        and not r.out_of_room
+        for r in rollouts
+    ]
+    different = {tuple(tuple(turn.output_ids) for turn in r.turns) for r in rollouts}
+    values = {
+        "completions/clipped_ratio": (len(rollouts) - sum(ended), len(rollouts)),
+        "completions/duplicate_frac": (len(rollouts) - len(different), len(rollouts)),
+    }
+    terminated = [length for length, end in zip(lengths, ended, strict=True) if end]
+    for kind, some in (("length", lengths), ("terminated_length", terminated)):
+        if some:
+            values |= {
+                f"completions/mean_{kind}": some,
+                f"completions/min_{kind}": min(some),
+                f"completions/max_{kind}": max(some),
+            }
+    return values
+
+
+class MetricsBuffer:
+    """Values since the last message. Lists and pairs are joined, single values reduced as their names say."""
+
+    def __init__(self):
+        self.values = {}
+
+    def record(self, name: str, value) -> None:
+        last = name.rsplit("/", 1)[-1].split("_")
+        held = self.values.get(name)
+        if isinstance(value, tuple):
+            self.values[name] = value if held is None else (held[0] + value[0], held[1] + value[1])
+        elif isinstance(value, list):
+            self.values.setdefault(name, []).extend(value)
+        elif "count" in last:
+            self.values[name] = value + (held or 0)
+        elif "max" in last or "min" in last:
+            self.values[name] = value if held is None else (max if "max" in last else min)(held, value)
+        else:
+            self.values.setdefault(name, []).append(value)
+
+    def take(self) -> dict:
+        values, self.values = self.values, {}
+        return values
+
+
+def trained_metrics(sources: dict[str, np.ndarray], rewards: np.ndarray, index: int) -> dict[str, float]:
+    """What a sample of rollout `index` says about rewards once it is trained."""
+    values = {"reward_kept": rewards[index], "reward_group_std": std_of(rewards)}
+    for name, scores in sources.items():
+        values[f"rewards/{name}/mean"] = scores[index]
+        values[f"rewards/{name}/group_std"] = std_of(scores)
+    return {name: float(value) for name, value in values.items() if not math.isnan(value)}
+
+
+def completion_lines(group: Group, sources: dict[str, np.ndarray], advantages: np.ndarray) -> list[dict]:
+    """One group for a reader: a record per rollout."""
+    return [
+        {
+            "group_id": group.group_id,
+            "version": group.version,
+            "prompt": group.prompts[index],
+            "completion": rollout.completion,
+            "rewards": {name: optional(values[index]) for name, values in sources.items()},
+            "reward": optional(group.rewards[index]),
+            "advantage": float(advantages[index]),
+        }
+        for index, rollout in enumerate(group.rollouts)
+    ]
+
+
+def optional(reward: float) -> float | None:
+    return None if math.isnan(reward) else float(reward)
+
+
+def print_completions(lines: list[dict]) -> None:
+    """Completions of one group, with their rewards by source."""
+    first = lines[0]
+    print(f"\nprompt {first['group_id']}, sampled by version {first['version']}: {first['prompt']}")
+    for line in lines:
+        rewards = ", ".join(f"{name} {value}" for name, value in line["rewards"].items())
+        scores = f"reward {line['reward']} ({rewards}), advantage {line['advantage']:.3f}"
+        print(f"  {scores}: {line['completion']}")
+    sys.stdout.flush()
