@@ -21,10 +21,12 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
+from client import FIRST_NOTICE_S, Notice
 from options import describe
 
 # bf16 FLOP/s of one device, dense, from the vendors' data sheets; MFU is reported only for these
@@ -270,14 +272,34 @@ class Stopwatch:
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
+        self.running: list[str] = []
 
     @contextmanager
     def __call__(self, name: str):
         start = time.perf_counter()
+        self.running.append(name)
         try:
             yield
         finally:
+            self.running.pop()
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def speak_up(self, speaks_for_itself: str) -> None:
+        """From now on a phase that takes long is named on the console: it may wait for a rank that is stuck.
+
+        A collective says nothing until its timeout, so this is done from a thread.
+        """
+
+        def watch():
+            seen, notice = None, Notice()
+            while True:
+                time.sleep(min(1.0, FIRST_NOTICE_S))
+                phase = self.running[-1] if self.running else None
+                if phase != seen or phase in (None, speaks_for_itself):
+                    seen, notice = phase, Notice()
+                notice.say(f"{phase} to end: for another rank, a server or the device")
+
+        threading.Thread(target=watch, daemon=True).start()
 
     def take(self) -> dict[str, float]:
         seconds, self.seconds = self.seconds, {}

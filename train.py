@@ -100,6 +100,8 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
                 print(f"{ranks.leaving.cause()}stopped after step {step}; {how}", flush=True)
 
         watch, window = Stopwatch(), Window()
+        if ranks.rank == 0:
+            watch.speak_up("perf/rollout_wait_s")
         sync.init()
         ends.callback(sync.close)
         update_weights(sync, model, version, feed, ranks, watch)  # before the first prompt, on resume too

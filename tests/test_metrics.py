@@ -2,13 +2,14 @@
 
 import json
 import math
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from metrics import Logger, Window, diagnose, term_metrics
+from metrics import Logger, Stopwatch, Window, diagnose, term_metrics
 from options import Options
 
 CASE = json.loads((Path(__file__).parent / "data/cases/A08_metric_definitions.json").read_text())
@@ -83,6 +84,21 @@ def test_term_metrics_are_taken_over_all_terms_before_masking():
 def test_diagnosis_names_the_bottleneck(waiting, held, verdict):
     record = {"perf/step_s": 1.0, "perf/rollout_wait_s": waiting, "rollout/backpressure_s": held}
     assert verdict in diagnose(record, 512)
+
+
+def test_a_phase_that_takes_long_is_named(monkeypatch, capsys):
+    """Also while the main thread is inside a collective: a thread speaks."""
+    monkeypatch.setattr("metrics.FIRST_NOTICE_S", 0.05)
+    monkeypatch.setattr("client.FIRST_NOTICE_S", 0.2)
+    watch = Stopwatch()
+    watch.speak_up("perf/rollout_wait_s")
+    with watch("perf/rollout_wait_s"):
+        time.sleep(0.6)
+    assert capsys.readouterr().out == ""
+    with watch("perf/weight_sync_s"), watch("perf/weight_sync_transfer_s"):
+        time.sleep(0.6)
+    out = capsys.readouterr().out
+    assert "for perf/weight_sync_transfer_s to end" in out and out.startswith("waited 0 s")
 
 
 def test_records_are_json_with_null_for_what_was_not_measured(tmp_path):
