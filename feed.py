@@ -85,8 +85,8 @@ class Feed:
         self.rollouts.publish(self.version, self.used_tokens + limit + self.growth, again)
 
     def next(self, patience: float):
-        """Samples of a micro-batch, a list per rank. None: no prompts are left. WAITING: `patience` s passed.
-        LEAVING: the run was asked to end.
+        """Samples of a micro-batch, a list per rank; or None when no prompts are left, WAITING after
+        `patience` seconds, LEAVING when the run was asked to end.
 
         Raises RolloutError with the producer's own traceback when it has died or fallen silent.
         """
@@ -103,11 +103,10 @@ class Feed:
             self.check()
             now = time.monotonic()
             self.notice.say(f"rollouts: {self.rollouts.status()}{self.losses()}")
-            if received:
-                pass
-            elif self.rollouts.held:
+            starved = now - max(self.last_group, started) > STARVED_S
+            if not received and self.rollouts.held:
                 self.grow(now)
-            elif now - max(self.last_group, started) > STARVED_S and self.planner.held_tokens:
+            elif not received and starved and self.planner.held_tokens:
                 self.flushed = True
                 return self.use(self.planner.flush())
             if now - started > patience:
