@@ -33,10 +33,12 @@ from task import functions_of, locate
 class Link:
     """What trainer and rollout process share: numbers in shared memory, and a pipe each way."""
 
-    def __init__(self, context):
+    def __init__(self, context, servers: int):
         self.version = context.Value("q", 0, lock=False)  # of the weights on the servers
         self.allowance = context.Value("q", 0, lock=False)  # raw tokens sent and in flight since the start
         self.beat = context.Value("d", time.monotonic(), lock=False)
+        self.holds = context.Array("b", [1] * servers, lock=False)  # does a server hold that version?
+        self.told = context.Value("q", 0, lock=False)  # how often the trainer has said so
         self.held = context.Value("b", 0, lock=False)  # the staleness limit holds generation
         self.stop = context.Value("b", 0, lock=False)
         self._line = context.Array("c", 500, lock=False)
@@ -143,7 +145,7 @@ class RolloutProcess:
         self.options = options
         self.queue: queue.Queue = queue.Queue()
         self._context = multiprocessing.get_context("spawn")
-        self._link = Link(self._context)
+        self._link = Link(self._context, len(options.vllm_server_base_url))
         self._process = None
         self._death: str | None = None
         self._recording = None
@@ -198,12 +200,19 @@ class RolloutProcess:
             print(f"--record {self.options.record}: {error}; nothing more is written to it", flush=True)
             self._recording = None
 
-    def publish(self, version: int, allowance: int, again=()) -> None:
-        """The servers hold `version`; `allowance` raw tokens, since the start, may be sent or in flight.
+    def publish(self, version: int, allowance: int, again=(), servers=None) -> None:
+        """`version` is out; `allowance` raw tokens, since the start, may be sent or in flight.
 
-        The prompts of the groups `again` are to be sampled once more.
+        The prompts of the groups `again` are to be sampled once more. `servers`: URLs of those that hold
+        `version`, the others are asked for nothing until they are named here; None = as it was said last.
         """
-        self._link.version.value = version
+        link, urls = self._link, self.options.vllm_server_base_url
+        current = link.holds[:] if servers is None else [url.rstrip("/") in servers for url in urls]
+        for number, holds in enumerate(current):
+            link.holds[number] = holds and link.holds[number]
+        link.version.value = version  # before a server that is back may be asked, after one is left out
+        link.holds[:] = current
+        link.told.value += servers is not None
         self._link.allowance.value = int(allowance)
         if again:
             with contextlib.suppress(OSError):  # a process that died is check()'s matter

@@ -131,7 +131,7 @@ class Replay:
                 "--max_staleness if samples were dropped as too old: a replay cannot sample prompts again"
             )
 
-    def publish(self, version: int, allowance: int, again=()) -> None:
+    def publish(self, version: int, allowance: int, again=(), servers=None) -> None:
         pass
 
     def status(self) -> str:

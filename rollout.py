@@ -27,7 +27,6 @@ import inspect
 import itertools
 import json
 import math
-import threading
 import time
 from collections import Counter, OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +35,7 @@ from pathlib import Path
 
 import numpy as np
 
-from client import Completion, Server, ServerError
+from client import ServerError
 from conversation import (
     FORMATS,
     Call,
@@ -51,6 +50,7 @@ from conversation import (
 )
 from messages import EndMessage, GroupMessage, MetricsMessage
 from packing import Sample
+from routing import Load, Routing
 from scoring import (
     Group,
     MetricsBuffer,
@@ -81,43 +81,10 @@ from task import (
 SCORE_QUEUE = 16  # groups that wait to be scored, and as many that are being scored
 TICK_S = 0.05  # heartbeat, and how soon a new allowance is noticed
 REPORT_S = 1.0  # between two metrics messages
-POLL_S = 5.0  # between two looks at a server's /metrics
 CLOSE_S = 5.0  # seconds for close(), and for what is in flight, when the loop ends
 MEMORY = 512  # rollouts that the running mean of their tokens looks back on
 SHOWN = 200  # characters of a malformed call that the model is shown again
 STREAMED_ROWS = 4096  # rows of a streaming dataset that can still be sampled again
-
-
-# ----------------------------------------------------------------------------------------------- server load
-
-
-@dataclass
-class Load:
-    """A server and what this process has asked of it."""
-
-    server: Server
-    cap: int  # most rollouts at once
-    down: bool = False  # unreachable, or without the current weights, while another server is up
-    context: int | None = None  # longest sequence, in tokens
-    running: int = 0
-    finished: int = 0  # rollouts since the cap was last raised
-    measured: bool = False  # the cap follows the server's /metrics
-    preemptions: float | None = None
-    retries: int = 0
-
-
-def next_cap(cap: int, running: int, finished: int, kv_usage: float, waiting: float) -> int:
-    """The live cap on a server's rollouts after one look at its load.
-
-    Raised by a quarter while the cache is under 60 % and nothing waits, at most once per `cap` finished
-    rollouts; lowered by 30 % above 80 %, but not again while more than the cap are still running: the last
-    cut has not taken effect yet.
-    """
-    if kv_usage > 0.8 and running <= cap:
-        return max(1, int(cap * 0.7))
-    if kv_usage < 0.6 and waiting == 0 and finished >= cap:
-        return math.ceil(cap * 1.25)
-    return cap
 
 
 # -------------------------------------------------------------------------------------------------- the loop
@@ -193,14 +160,8 @@ class RolloutLoop:
         self.vocabulary: int | None = None  # rows of the model's output head
         self.dataset_size: int | None = None
         self.metrics = MetricsBuffer()
-        self.loads = [
-            Load(
-                Server(url, options.vllm_server_timeout, connections=options.max_concurrent_rollouts),
-                cap=options.max_concurrent_rollouts,
-            )
-            for url in options.vllm_server_base_url
-        ]
-        self._requests = ThreadPoolExecutor(options.max_concurrent_rollouts, thread_name_prefix="request")
+        self.routing = Routing(options, link, self.metrics)
+        self.loads = self.routing.loads
         self._helpers = ThreadPoolExecutor(4, thread_name_prefix="helper")
         self._tasks: set[asyncio.Task] = set()
         self._ready_to_close = False
@@ -343,7 +304,7 @@ class RolloutLoop:
             cache_salt=str(self.link.version.value),  # never the keys and values of older weights
             deadline=place.deadline,
         )
-        answer = await self._ask(place, request)
+        answer = await self.routing.ask(place, request)
         self.check_vocabulary(answer.token_ids)
         self._generated_tokens += len(answer.token_ids)
         return Turn(
@@ -354,56 +315,6 @@ class RolloutLoop:
             topk=(answer.topk_ids[:, :head], answer.topk_logp[:, :head]) if head else None,
             versions=answer.versions,
         )
-
-    async def _ask(self, place: Place, request: dict) -> Completion:
-        """The answer of the rollout's server, or of another one when that is down."""
-        while True:
-            load, gave_up = place.load, threading.Event()
-
-            def give_up(load=load, gave_up=gave_up):  # on the request's thread
-                if self._lost(load):
-                    gave_up.set()
-                return gave_up.is_set()
-
-            ask = functools.partial(load.server.complete, give_up=give_up, **request)
-            try:
-                answer = await asyncio.get_running_loop().run_in_executor(self._requests, ask)
-            except ServerError as error:
-                if not gave_up.is_set():
-                    raise
-                if not self._others(load):
-                    continue  # they went down meanwhile: it is the last one now
-                self._set_down(load, str(error))
-            else:
-                if self.options.rollout_only:  # whatever weights the servers hold are the right ones
-                    answer.versions = None
-                if answer.versions is None or (answer.versions >= 0).all():
-                    return answer
-                self._set_down(load, lost_weights(load.server.url))
-            place.load = min(self._others(load), key=lambda other: other.running / other.cap)
-            load.running -= 1
-            place.load.running += 1
-
-    def _others(self, load: Load) -> list[Load]:
-        return [other for other in self.loads if other is not load and not other.down]
-
-    def _lost(self, load: Load) -> bool:
-        """Is a server dead while another one is up? Called on threads, after a request has failed."""
-        if not self._others(load):
-            return False  # the last one is tried on, until vllm_server_timeout
-        try:
-            load.server.health()
-            return False
-        except ServerError:
-            return True
-
-    def _set_down(self, load: Load, why: str) -> None:
-        """Ask a server for nothing more. RolloutError when it is the last one."""
-        if not self._others(load):
-            raise RolloutError(why)
-        if not load.down:
-            load.down = True
-            print(f"{load.server.url} is down, the other servers take over its rollouts: {why}", flush=True)
 
     def compute_advantages(self, group: Group) -> np.ndarray:
         """(reward - mean) / (std + 1e-8) over the group's scored rollouts, population std; else 0.
@@ -434,7 +345,7 @@ class RolloutLoop:
                 task.cancel()
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=CLOSE_S)
-            self._requests.shutdown(wait=False, cancel_futures=True)
+            self.routing.close()
             self._tool_threads.shutdown(wait=False, cancel_futures=True)
             self._helpers.shutdown(wait=False, cancel_futures=True)
             if self._ready_to_close:
@@ -459,8 +370,8 @@ class RolloutLoop:
         for _ in range(SCORE_QUEUE):
             self._spawn(self._score_groups())
         await self._until(lambda: self.link.allowance.value > 0, "the first weights to reach the servers")
-        await self._look_at_servers()
-        self._spawn(self._watch_servers())
+        await self.routing.look()
+        self._spawn(self.routing.watch())
         if self.eval_rows:
             self._spawn(self._evaluate_on_time())
         await self._start_groups(position, finished)
@@ -531,6 +442,7 @@ class RolloutLoop:
             if self.link.stop.value and not self._over.done():
                 self._over.set_result(None)
             self._again.extend(self.link.take_again())
+            self.routing.report_changes()
             self._changed.set()
             if now - self._reported_at > REPORT_S:
                 self._report(now)
@@ -665,21 +577,15 @@ class RolloutLoop:
             row_index=prompt.row_index,
             version=self.link.version.value,
         )
-        load = min(filter(self._slot, self.loads), key=lambda load: load.running / load.cap)
+        load = self.routing.least_loaded(filter(self._slot, self.loads))
         attempt = self._attempts[prompt.group_id]
         return Flight(group, prompt.row, load, attempt, left=count, prefix=prefix, samples=[[]] * count)
 
     def _slot(self, load: Load) -> bool:
-        return (
-            not load.down
-            and load.running < load.cap
-            and len(self._running) < self.options.max_concurrent_rollouts
-        )
+        return self.routing.free(load) and len(self._running) < self.options.max_concurrent_rollouts
 
     def _home(self, flight: Flight) -> Load:
-        """The group's server: all its rollouts go there, for they share their prompt, while it is up."""
-        if flight.load.down:
-            flight.load = min(self._others(flight.load), key=lambda load: load.running / load.cap)
+        flight.load = self.routing.home(flight.load)
         return flight.load
 
     def _take_slot(self, flight: Flight, rollout_id) -> None:
@@ -960,56 +866,6 @@ class RolloutLoop:
 
     # ---- servers and reports
 
-    async def _watch_servers(self) -> None:
-        while True:
-            await asyncio.sleep(POLL_S)
-            await self._look_at_servers()
-
-    async def _look_at_servers(self) -> None:
-        """Adapt every server's cap to its load, and record the load: of each one, and of all together."""
-        looks = await asyncio.gather(*map(self._look_at, self.loads))
-        for number, values in enumerate(looks if len(looks) > 1 else ()):
-            for name, value in values.items():
-                self.metrics.record(f"server/{number}/rollout/{name}", value)
-        for name in dict.fromkeys(name for values in looks for name in values):
-            values = [values[name] for values in looks if name in values]
-            self.metrics.record(f"rollout/{name}", max(values) if name.endswith("_frac") else sum(values))
-
-    async def _look_at(self, load: Load) -> dict[str, float]:
-        """One server's load; without /metrics only its retries, and its cap stays max_concurrent_rollouts."""
-        retries, load.retries = load.retries, load.server.retry_count
-        looked = {"vllm_retry_count": load.retries - retries}
-        try:
-            version = await self._in_thread(load.server.weight_version)
-            if not version.isdecimal() and not self.options.rollout_only:
-                self._set_down(load, lost_weights(load.server.url))
-            elif load.down and version == str(self.link.version.value):
-                load.down = False
-                print(f"{load.server.url} is up again, with the current weights", flush=True)
-        except ServerError:
-            pass  # a server without that route, or one that is down: its requests are retried
-        try:
-            if load.context is None:
-                load.context = (await self._in_thread(load.server.models))[0]["max_model_len"]
-            values = await self._in_thread(load.server.metrics)
-            if not load.measured and "kv_cache_size_tokens" in values:
-                load.cap = max(1, int(values["kv_cache_size_tokens"] / load.context))
-                load.measured = True
-        except ServerError:
-            return looked
-        usage, waiting = values.get("kv_cache_usage_perc", math.nan), values.get("num_requests_waiting", 0.0)
-        if load.measured:
-            cap = next_cap(load.cap, load.running, load.finished, usage, waiting)
-            load.finished = 0 if cap > load.cap else load.finished
-            load.cap = min(cap, self.options.max_concurrent_rollouts)
-        preempted, load.preemptions = load.preemptions, values.get("num_preemptions_total", 0.0)
-        return looked | {
-            "vllm_kv_cache_usage_frac": usage,
-            "vllm_running_requests": values.get("num_requests_running", math.nan),
-            "vllm_queued_requests": waiting,
-            "vllm_preemption_count": 0.0 if preempted is None else max(load.preemptions - preempted, 0.0),
-        }
-
     def _report(self, now: float) -> None:
         """Once a second: a line for whoever asks what goes on, and what was measured since the last time."""
         seconds, self._reported_at = now - self._reported_at, now
@@ -1018,15 +874,10 @@ class RolloutLoop:
             return  # nothing to measure before the first weights
         self.metrics.record("rollout/generated_tokens_per_s", (self._generated_tokens, seconds))
         self.metrics.record("rollout/concurrency", len(self._running))
-        self.metrics.record("rollout/concurrency_cap", self._cap())
+        self.metrics.record("rollout/concurrency_cap", self.routing.cap())
         self.metrics.record("rollout/score_queue_size", self._score_queue.qsize())
         self._generated_tokens = 0
         self.send(MetricsMessage(self.metrics.take()))
-
-    def _cap(self) -> int:
-        return min(
-            sum(load.cap for load in self.loads if not load.down), self.options.max_concurrent_rollouts
-        )
 
     def status(self, now: float) -> str:
         """In a line: "31 rollouts in flight, oldest 118 s, 12 groups being scored, waits for training"."""
@@ -1035,7 +886,7 @@ class RolloutLoop:
         parts = [f"{len(self._running)} rollouts in flight{oldest}", f"{scoring} groups being scored"]
         if self._waiting_for:
             parts.append(f"waits for {self._waiting_for}")
-        if down := [load.server.url for load in self.loads if load.down]:
+        if down := self.routing.down():
             parts.append(f"down: {', '.join(down)}")
         if retries := sum(load.server.retry_count for load in self.loads):
             parts.append(f"{retries} requests were retried")
@@ -1049,13 +900,6 @@ class RolloutLoop:
                 f"the server sampled token {highest}, but the output head of {self.options.model} has "
                 f"{self.vocabulary} rows: the server does not serve this model"
             )
-
-
-def lost_weights(url: str) -> str:
-    return (
-        f"{url} samples with weights that this run has not sent: it was restarted, and holds those it "
-        "started with. Resume the run from its last checkpoint: every weight goes out before the first prompt"
-    )
 
 
 def load_loop(spec) -> type[RolloutLoop]:

@@ -35,7 +35,7 @@ class Run:
     """A loop in this process, on a thread with its own event loop, and what it sent."""
 
     def __init__(self, options, allowance=10**9, position=0, finished=(), version=1):
-        self.link = Link(multiprocessing.get_context("spawn"))
+        self.link = Link(multiprocessing.get_context("spawn"), len(options.vllm_server_base_url))
         self.link.version.value = version
         self.link.allowance.value = allowance
         self.messages = []

@@ -167,3 +167,12 @@ def test_full_pipe_does_not_block_the_end_of_the_process():
     messages_out.close()
     sender.close(timeout=5)
     messages_in.close()
+
+
+def test_trainer_says_which_servers_hold_the_version(model):
+    urls = ["http://a:1/", "http://b:2"]
+    process = RolloutProcess(options_for(model, vllm_server_base_url=urls))
+    link = process._link
+    for servers, holds, told in [(None, [1, 1], 0), (["http://a:1"], [1, 0], 1), (None, [1, 0], 1)]:
+        process.publish(3, 100, servers=servers)
+        assert (link.holds[:], link.told.value, link.version.value) == (holds, told, 3)

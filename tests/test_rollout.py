@@ -8,7 +8,6 @@ import json
 import math
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -25,29 +24,9 @@ from rollout import (
     GroupMessage,
     MetricsMessage,
     RolloutError,
-    next_cap,
 )
 
 HERE = Path(__file__).parent
-
-
-# ---- server load
-
-
-@pytest.mark.parametrize(
-    "cap, running, finished, kv_usage, waiting, wanted",
-    [
-        (8, 8, 8, 0.5, 0, 10),
-        (8, 8, 7, 0.5, 0, 8),  # not once per cap-many rollouts yet
-        (8, 8, 8, 0.5, 1, 8),  # requests wait
-        (8, 8, 8, 0.7, 0, 8),
-        (10, 10, 0, 0.9, 0, 7),
-        (10, 12, 0, 0.9, 0, 10),  # the last cut has not taken effect yet
-        (1, 1, 9, 0.9, 0, 1),
-    ],
-)
-def test_server_cap_follows_its_load(cap, running, finished, kv_usage, waiting, wanted):
-    assert next_cap(cap, running, finished, kv_usage, waiting) == wanted
 
 
 # ---- generation
@@ -145,7 +124,7 @@ def test_failing_requests_are_retried_and_counted(model):
         fake.script = ["500", "reset"]
         with Run(options_for(model, fake)) as run:
             assert all(len(g.samples) == 4 for g in run.groups(4))
-            asyncio.run_coroutine_threadsafe(run.loop._look_at_servers(), run.event_loop).result(5)
+            asyncio.run_coroutine_threadsafe(run.loop.routing.look(), run.event_loop).result(5)
             assert run.metrics()["rollout/vllm_retry_count"] == 2
 
 
@@ -301,78 +280,6 @@ def test_one_group_at_a_time_until_lengths_are_known(model):
             assert len(fake.requests) == 4
             fake.gate.set()
             run.groups(4)
-
-
-def test_no_more_rollouts_than_servers_and_resources_allow(model):
-    for changes, capacity, most in [({"max_concurrent_rollouts": 6}, 64000, 6), ({}, 7000, 7)]:
-        with FakeServer() as fake:
-            fake.load["capacity"], fake.delay_s, seen = capacity, 0.05, []
-            with Run(options_for(model, fake, task_kwargs={"size": 8}, **changes)) as run:
-                for count in range(1, 9):
-                    run.until(lambda: seen.append(len(run.loop._running)) or len(run.groups()) >= count)  # noqa: B023
-            assert max(seen) == most
-
-
-def test_server_without_metrics_gets_the_resource_limit(model):
-    with FakeServer() as fake:
-        fake.replies["/metrics"] = (404, {"detail": "Not Found"})
-        with Run(options_for(model, fake, max_concurrent_rollouts=5)) as run:
-            run.groups(4)
-            assert run.loop._cap() == 5
-
-
-def test_load_of_several_servers_is_told_one_by_one_and_together(model):
-    with FakeServer() as one, FakeServer() as two:
-        one.load |= {"usage": 0.2, "running": 3}
-        two.load |= {"usage": 0.7, "running": 4}
-        with Run(options_for(model, one, two)) as run:
-            run.groups(4)
-            metrics = run.metrics()
-    assert metrics["rollout/vllm_kv_cache_usage_frac"] == [0.7]
-    assert metrics["rollout/vllm_running_requests"] == [7]
-    assert metrics["server/1/rollout/vllm_running_requests"] == [4]
-
-
-def test_whole_groups_go_to_the_least_loaded_server(model):
-    with FakeServer() as one, FakeServer() as two:
-        one.delay_s = two.delay_s = 0.05
-        with Run(options_for(model, one, two, task_kwargs={"size": 12})) as run:
-            run.groups(12)
-        for fake in (one, two):
-            assert len(fake.requests) >= 8
-            assert set(Counter(tuple(body["prompt"]) for body in fake.requests).values()) == {4}
-
-
-def test_rollouts_of_a_dead_server_go_on_at_the_others(model):
-    with FakeServer() as one, FakeServer() as two:
-        two.gate = threading.Event()
-        with Run(options_for(model, one, two, task_kwargs={"size": 12})) as run:
-            run.until(lambda: len(two.requests) >= 4)
-            two.die()
-            groups = run.groups(12)
-            assert [load.down for load in run.loop.loads] == [False, True]
-            assert f"down: {two.url}" in run.loop.status(time.monotonic())
-            assert [load.running for load in run.loop.loads] == [0, 0]
-    assert sorted(g.group_id for g in groups) == list(range(12)) and all(len(g.samples) == 4 for g in groups)
-    lost = {body["seed"] for body in two.requests}
-    assert lost and lost <= {body["seed"] for body in one.requests}, "the very requests are sent again"
-
-
-def test_server_that_returns_is_used_once_it_has_the_current_weights(model):
-    with FakeServer() as one, FakeServer() as two:
-        with Run(options_for(model, one, two, task_kwargs={"size": 1}), version=3) as run:
-            run.groups(1)
-            look = lambda: asyncio.run_coroutine_threadsafe(  # noqa: E731
-                run.loop._look_at_servers(), run.event_loop
-            ).result(5)
-            down = lambda: [load.down for load in run.loop.loads]  # noqa: E731
-            for version, wanted in (("default", True), ("2", True), ("3", False)):
-                two.replies["/weight_info"] = (200, {"weight_version": version})
-                look()
-                assert down() == [False, wanted]
-            one.replies["/weight_info"] = two.replies["/weight_info"] = (200, {"weight_version": "default"})
-            with pytest.raises(RolloutError, match="it was restarted"):
-                look()
 
 
 def test_full_scoring_queue_holds_generation(model):
