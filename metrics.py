@@ -66,10 +66,18 @@ class Window:
     def __init__(self):
         self.totals: dict[str, tuple[float, float]] = {}
         self.extremes: dict[str, float] = {}
+        self.on_device: list[tuple] = []  # (name, scalar tensor, denominator or None) until `settle`
 
     def add(self, name: str, value) -> None:
-        """One value: a number, a list (mean over its members) or a pair (numerator, denominator)."""
-        if isinstance(value, tuple):
+        """One value: a number, a list (mean over its members) or a pair (numerator, denominator).
+
+        A number or numerator may be a tensor without dimensions, a denominator too; they stay on their device
+        until `settle`.
+        """
+        members = value if isinstance(value, tuple) else (value, None)
+        if any(hasattr(member, "is_cuda") and member.ndim == 0 for member in members):
+            self.on_device.append((name, *members))
+        elif isinstance(value, tuple):
             self.total(name, *value)
         elif isinstance(value, (list,)) or hasattr(value, "tolist") and getattr(value, "ndim", 0):
             members = [float(v) for v in value if v is not None and not math.isnan(v)]
@@ -96,6 +104,19 @@ class Window:
         for name, value in values.items():
             self.add(name, value)
 
+    def settle(self) -> None:
+        """Take over what is still on a device: one copy, which waits for the device, for all of it."""
+        if not self.on_device:
+            return
+        import torch
+
+        tensors = [x for _, *members in self.on_device for x in members if isinstance(x, torch.Tensor)]
+        numbers = iter(torch.stack([tensor.double() for tensor in tensors]).tolist())
+        entries, self.on_device = self.on_device, []
+        for name, *members in entries:
+            n, d = (next(numbers) if isinstance(x, torch.Tensor) else x for x in members)
+            self.add(name, n if d is None else (n, d))
+
     def merge(self, other: Window) -> None:
         """What another rank measured in the same window."""
         for name, (numerator, denominator) in other.totals.items():
@@ -114,39 +135,43 @@ class Window:
 
 
 def term_metrics(window: Window, stats: dict, row) -> None:
-    """What the loss measured on one row (tensors [M], see loss.policy_loss) as values of the window."""
+    """What the loss measured on one row (tensors [M], see loss.policy_loss) as values of the window.
+
+    Nothing here waits for a device: see `Window.settle`.
+    """
     terms = len(row.target)
     if terms == 0:  # a spare rank
         return
-    ratio = stats["log_ratio"].double().exp()
     difference = stats["log_ratio"].double().abs()
-    window.add("entropy", (stats["entropy"].double().sum().item(), terms))
-    window.add("sampling/sampling_logp_difference/mean", (difference.sum().item(), terms))
-    window.add("sampling/sampling_logp_difference/max", difference.max().item())
-    window.add("sampling/importance_sampling_ratio/mean", (ratio.sum().item(), terms))
-    window.add("sampling/importance_sampling_ratio/min", ratio.min().item())
-    window.add("sampling/importance_sampling_ratio/max", ratio.max().item())
-    window.add("sampling/masked_mean", (terms - stats["kept"].sum().item(), terms))
-    window.add("sampling/support_unusable_frac", (stats["support_unusable"].sum().item(), terms))
-    if "sampler_mass" in stats:
-        window.add("sampling/sampler_mass", (stats["sampler_mass"].double().sum().item(), terms))
+    ratio = stats["log_ratio"].double().exp()
     low, high = stats["clipped_low"].double(), stats["clipped_high"].double()
-    window.add("clip_ratio/low_mean", (low.sum().item(), terms))
-    window.add("clip_ratio/high_mean", (high.sum().item(), terms))
-    window.add("clip_ratio/region_mean", ((low + high).sum().item(), terms))
-    window.add("clip_ratio/low_min", per_sample_mean(low, row.sample).min().item())
-    window.add("clip_ratio/high_max", per_sample_mean(high, row.sample).max().item())
+    means = {
+        "entropy": stats["entropy"],
+        "sampling/sampling_logp_difference/mean": difference,
+        "sampling/importance_sampling_ratio/mean": ratio,
+        "sampling/masked_mean": ~stats["kept"],
+        "sampling/support_unusable_frac": stats["support_unusable"],
+        "sampling/sampler_mass": stats.get("sampler_mass"),
+        "clip_ratio/low_mean": low,
+        "clip_ratio/high_mean": high,
+        "clip_ratio/region_mean": low + high,
+    }
+    for name, values in means.items():
+        if values is not None:
+            window.add(name, (values.double().sum(), terms))
+    window.add("sampling/sampling_logp_difference/max", difference.max())
+    window.add("sampling/importance_sampling_ratio/min", ratio.min())
+    window.add("sampling/importance_sampling_ratio/max", ratio.max())
+    window.add("clip_ratio/low_min", per_sample_mean(low, row).nan_to_num(nan=math.inf).min())
+    window.add("clip_ratio/high_max", per_sample_mean(high, row).nan_to_num(nan=-math.inf).max())
 
 
-def per_sample_mean(values, sample):
-    """Mean of per-term values [M] inside each sample that has terms -> [samples]."""
-    import torch
-
-    _, index = torch.unique(sample, return_inverse=True)
-    sums = torch.zeros(int(index.max()) + 1, dtype=values.dtype, device=values.device).index_add_(
-        0, index, values
+def per_sample_mean(values, row):
+    """Mean of per-term values [M] inside each sample -> [samples]; NaN for one without terms."""
+    sums = values.new_zeros(2, row.sample_count)
+    return sums[0].index_add(0, row.sample, values) / sums[1].index_add(
+        0, row.sample, values.new_ones(len(values))
     )
-    return sums / torch.bincount(index)
 
 
 def peak_flops(device_name: str) -> float:

@@ -117,6 +117,7 @@ class Row:
     raw_tokens: int = 0  # tokens of all samples, before sharing
     attention_pairs: int = 0  # sum over unique tokens of depth + 1
     max_depth: int = 0  # tokens of the longest sample
+    host: Any = None  # the numpy row that torch tensors came from: what is read there waits for no device
 
     @property
     def unique_tokens(self) -> int:
@@ -138,7 +139,9 @@ class Row:
         device = torch.device(device)
         arrays = self.arrays()
         if device.type == "cpu":
-            return replace(self, **{name: torch.from_numpy(array) for name, array in arrays.items()})
+            return replace(
+                self, host=self, **{name: torch.from_numpy(array) for name, array in arrays.items()}
+            )
         starts = np.cumsum(
             [0] + [-(-a.nbytes // 16) * 16 for a in arrays.values()]
         ).tolist()  # for vector loads
@@ -150,7 +153,7 @@ class Row:
         for start, (name, array) in zip(starts, arrays.items(), strict=False):
             part = moved[start : start + array.nbytes]
             tensors[name] = part.view(getattr(torch, str(array.dtype))).view(array.shape)
-        return replace(self, **tensors)
+        return replace(self, host=self, **tensors)
 
 
 # pack: samples to one row

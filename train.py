@@ -121,7 +121,7 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
                 row = batch.row.to(ranks.device)
                 with watch("perf/fwd_bwd_s"):
                     total, stats = forward_backward(model, row, batch.trained_tokens, objective, options)
-                window.add("loss", (total.item(), row.terms))
+                window.add("loss", (total, row.terms))
                 term_metrics(window, stats, row)
                 trained_tokens += batch.trained_tokens
                 microbatches += 1
@@ -139,6 +139,7 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
                 version += 1
                 update_weights(sync, model, version, feed, ranks, watch)
 
+            window.settle()
             window.add("grad_norm", grad_norm)
             window.add("nonfinite_grad_count", 1 if ranks.rank == 0 and not math.isfinite(grad_norm) else 0)
             seconds = {**watch.take(), "perf/step_s": time.perf_counter() - step_started}

@@ -59,7 +59,10 @@ def test_term_metrics_are_taken_over_all_terms_before_masking():
         "clipped_high": ratio > 1.2,
     }
     window = Window()
-    term_metrics(window, stats, SimpleNamespace(target=torch.arange(5), sample=torch.tensor([0, 0, 0, 1, 1])))
+    sample = torch.tensor([0, 0, 0, 2, 2])  # sample 1 has no terms: neither minimum nor maximum
+    term_metrics(window, stats, SimpleNamespace(target=torch.arange(5), sample=sample, sample_count=3))
+    assert not window.totals and not window.extremes  # nothing was copied from the device yet
+    window.settle()
     values = window.values()
     assert values["sampling/masked_mean"] == pytest.approx(0.4)
     assert values["sampling/importance_sampling_ratio/mean"] == pytest.approx(2.56)
@@ -70,6 +73,7 @@ def test_term_metrics_are_taken_over_all_terms_before_masking():
     assert values["sampling/support_unusable_frac"] == pytest.approx(0.2)
     assert values["clip_ratio/high_mean"] == pytest.approx(0.6)
     assert values["clip_ratio/high_max"] == pytest.approx(1.0)
+    assert values["clip_ratio/low_min"] == 0.0
 
 
 @pytest.mark.parametrize(
