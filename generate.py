@@ -14,13 +14,12 @@ from dataclasses import replace
 
 import torch
 
-import serve
-from client import Notice, Server
+from client import Notice
 from messages import GroupMessage, MetricsMessage
 from metrics import Window
 from options import OptionError, Options, check
 from process import RolloutProcess
-from start import Ranks, check_inputs, start_embedded
+from start import Ranks, check_inputs, reach_servers, start_embedded
 
 
 def generate(options: Options) -> dict[str, float]:
@@ -33,13 +32,11 @@ def generate(options: Options) -> dict[str, float]:
         raise OptionError("--rollout_only is one process: start it without torchrun")
     check_inputs(options, None)
     with ExitStack() as ends:
-        urls = options.vllm_server_base_url
+        embedded = None
         if options.embedded:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             embedded = start_embedded(options, Ranks(0, 1, device, None, None), ends)
-            urls = [serve.wait_for_url(embedded, options.vllm_server_timeout)]
-        for url in urls:
-            Server(url, options.vllm_server_timeout).wait_until_ready()
+        urls = [server.url for server in reach_servers(options, embedded, None)]
         rollouts = RolloutProcess(replace(options, vllm_server_base_url=urls))
         ends.callback(rollouts.stop)
         rollouts.start(0, set(), 0)

@@ -29,9 +29,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_sc
 import attention
 import checkpoint
 import serve
-from client import Server, ServerError
+from client import Server
 from conversation import read_template
 from options import OptionError, Options
+from questions import check_server
 from rollout import check_task, load_loop
 from task import eval_rows, load_task
 
@@ -180,52 +181,15 @@ def start_embedded(options: Options, ranks: Ranks, ends: ExitStack) -> Popen:
     return process
 
 
-def reach_servers(options: Options, embedded: Popen | None, model) -> list[Server]:
-    """Rank 0's servers, up and fit for what the options ask. ServerError or OptionError with what to do."""
+def reach_servers(options: Options, embedded: Popen | None, vocabulary: int | None) -> list[Server]:
+    """The servers, up and fit for what the options ask. ServerError or OptionError with what to do."""
     urls = options.vllm_server_base_url
     if embedded:
         urls = [serve.wait_for_url(embedded, options.vllm_server_timeout)]
     servers = [Server(url, options.vllm_server_timeout) for url in urls]
     for server in servers:
-        server.wait_until_ready()
-        served = server.models()[0].get("root")
-        if served != options.model:
-            print(f"note: {server.url} serves {served}, trained is {options.model}", flush=True)
-        config = server.server_info()["vllm_config"]["model_config"]
-        plain = options.temperature == 1 and options.top_k == 0
-        if config["logprobs_mode"] != "processed_logprobs" and not plain:
-            raise OptionError(
-                f"{server.url} returns {config['logprobs_mode']}, not what it samples from at --temperature "
-                f"{options.temperature} --top_k {options.top_k}: start it with --logprobs-mode "
-                "processed_logprobs"
-            )
-        wanted = max(options.top_k, options.num_sampler_logprobs if options.score_centering else 0)
-        if 0 <= config["max_logprobs"] < wanted:
-            raise OptionError(
-                f"{server.url} returns at most {config['max_logprobs']} log-probabilities a token, this run "
-                f"needs {wanted}: start it with --max-logprobs {wanted}, or lower --top_k / "
-                "--num_sampler_logprobs"
-            )
-        if not server.is_paused():  # a paused one would keep the question
-            check_vocabulary(server, model.get_input_embeddings().num_embeddings)
+        check_server(server, options, vocabulary)
     return servers
-
-
-def check_vocabulary(server: Server, size: int) -> None:
-    """The server must take the trainer's last token id and refuse the one after it."""
-    for token, known in ((size - 1, True), (size, False)):
-        try:
-            server.complete([token], max_tokens=1, seed=0)
-            taken = True
-        except ServerError as error:
-            if error.status != 400:
-                raise
-            taken = False
-        if taken != known:
-            raise OptionError(
-                f"{server.url} {'takes' if taken else 'refuses'} token id {token}, but --model has {size} "
-                "ids: start it with the model that is trained"
-            )
 
 
 def check_embedded(process: Popen) -> None:

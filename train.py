@@ -81,7 +81,8 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
         model, tokenizer = load_model(options, ranks)
         optimizer, scheduler = make_optimizer(options, model)
         step, version, progress = resume(start, model, optimizer, scheduler)
-        servers = reach_servers(options, embedded, model) if needs_servers else []
+        vocabulary = model.get_input_embeddings().num_embeddings
+        servers = reach_servers(options, embedded, vocabulary) if needs_servers else []
         sync = sync or WeightSync(servers, options.vllm_server_timeout)
         feed = make_feed(options, ranks, ends, rollouts, progress, version, servers, embedded, model)
         logger = Logger(options, step) if ranks.rank == 0 else None

@@ -80,6 +80,7 @@ class FakeServer:
             str, tuple[int, object]
         ] = {}  # path -> (status, json or text) instead of the usual
         self.max_model_len = 1000
+        self.vocabulary: int | None = None  # prompts with other ids are refused
         self.paused = False
         self.dead = False
         self._port = port
@@ -167,6 +168,8 @@ class FakeServer:
         elif step == "timeout":
             time.sleep(1.0)
             http.close_connection = True
+        elif step == "200" and self.vocabulary and max(body["prompt"]) >= self.vocabulary:
+            self.reply(http, 400, {"error": {"message": "Token id is out of vocabulary"}})
         elif step == "200":
             choice = choice_of(*self.answer(body))
             if self.weight_versions is not None:

@@ -1,0 +1,165 @@
+"""What a server is asked before it is used: does it give this run what it needs?
+
+    /server_info  ->  Facts  ->  misfits: one line each, with the flag to start the server with
+    404 there     ->  one or two requests of one token tell the same
+
+Never: let a run begin on log-probabilities of another distribution than the one sampled from
+(tests/test_questions.py::test_raw_log_probabilities_are_refused_unless_sampling_is_plain).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from client import Server, ServerError
+from options import OptionError, Options
+
+
+def needed_logprobs(options: Options) -> int | None:
+    """Log-probabilities a token of the answer carries: the top list, 0 = the sampled one's, None = none."""
+    if options.rollout_only and not options.record:
+        return None  # nothing is trained on them, now or in a replay
+    return options.num_sampler_logprobs if options.score_centering else 0
+
+
+@dataclass
+class Facts:
+    """What a server says of itself; None where it does not."""
+
+    logprobs_mode: str | None = None
+    max_logprobs: int = -1  # -1 = no limit
+    return_sampling_mask: bool = False
+    max_model_len: int | None = None
+    generation_config: str | None = None
+    dtype: str | None = None
+
+
+def check_server(server: Server, options: Options, vocabulary: int | None) -> None:
+    """Wait for a server and look whether it fits; OptionError names all that does not, a line each.
+
+    `vocabulary`: ids the model that is trained has; None = no model is at hand.
+    """
+    server.wait_until_ready()
+    served = server.models()[0]
+    if served.get("root") != options.model:
+        print(f"note: {server.url} serves {served.get('root')}, trained is {options.model}", flush=True)
+    facts = facts_of(server, options)
+    facts.max_model_len = facts.max_model_len or served.get("max_model_len")
+    if problems := misfits(facts, options):
+        raise OptionError("\n".join(f"{server.url} {problem}" for problem in problems))
+    for note in remarks(facts, options):
+        print(f"note: {server.url} {note}", flush=True)
+    if vocabulary is not None and not is_paused(server):  # a paused one would keep the question
+        check_vocabulary(server, vocabulary)
+
+
+def facts_of(server: Server, options: Options) -> Facts:
+    try:
+        config = server.server_info()["vllm_config"]["model_config"]
+    except ServerError as error:
+        if error.status != 404:
+            raise
+        return Facts() if is_paused(server) else probed(server, options)
+    return Facts(**{name: config[name] for name in vars(Facts()) if name in config})
+
+
+def is_paused(server: Server) -> bool:
+    try:
+        return server.is_paused()
+    except ServerError as error:
+        if error.status != 404:
+            raise
+        return False  # without that route nobody can have paused it
+
+
+def needs_processed(options: Options) -> bool:
+    """Must log-probabilities be those after temperature and top-k? Not where these change nothing."""
+    plain = options.temperature == 1 and options.top_k == 0
+    return not plain and needed_logprobs(options) is not None
+
+
+def wanted_logprobs(options: Options) -> int:
+    """The most log-probabilities a request may ask for: the candidate set is read from them."""
+    needed = needed_logprobs(options)
+    return 0 if needed is None else max(options.top_k, needed)
+
+
+def probed(server: Server, options: Options) -> Facts:
+    """Facts from answers: one prompt at two temperatures tells raw log-probabilities from processed ones."""
+    width, facts = max(wanted_logprobs(options), 1), Facts()
+
+    def likeliest(temperature: float) -> float:
+        answer = server.complete([0], max_tokens=1, seed=0, temperature=temperature, logprobs=width)
+        return float(answer.topk_logp[0, 0])
+
+    try:
+        once = likeliest(1.0)
+    except ServerError as error:
+        limit = re.search(r"max allowed: (\d+)", str(error))
+        if error.status != 400 or not limit:
+            raise
+        facts.max_logprobs = int(limit[1])
+        return facts  # it does not fit, whatever its mode
+    if needs_processed(options):
+        facts.logprobs_mode = "raw_logprobs" if likeliest(2.0) == once else "processed_logprobs"
+    return facts
+
+
+def misfits(facts: Facts, options: Options) -> list[str]:
+    """What keeps a server from being used, each with what to do."""
+    found, wanted = [], wanted_logprobs(options)
+    if facts.logprobs_mode not in (None, "processed_logprobs") and needs_processed(options):
+        found.append(
+            f"returns {facts.logprobs_mode}, not those of what it samples from at --temperature "
+            f"{options.temperature} --top_k {options.top_k}: start it with --logprobs-mode processed_logprobs"
+        )
+    if 0 <= facts.max_logprobs < wanted:
+        found.append(
+            f"returns at most {facts.max_logprobs} log-probabilities a token, this run needs {wanted}: start "
+            f"it with --max-logprobs {wanted}, or lower --top_k / --num_sampler_logprobs"
+        )
+    if facts.return_sampling_mask and options.top_k == 0:
+        found.append(
+            "refuses requests without top_k: start it without --return-sampling-mask, or set --top_k"
+        )
+    return found
+
+
+def remarks(facts: Facts, options: Options) -> list[str]:
+    """What a run can live with, but its owner should know."""
+    found = []
+    if facts.max_model_len is not None and facts.max_model_len <= options.max_completion_length:
+        found.append(
+            f"cuts prompt and answer at {facts.max_model_len} tokens, so --max_completion_length "
+            f"{options.max_completion_length} is never reached: start it with a higher --max-model-len"
+        )
+    if facts.generation_config not in (None, "vllm"):
+        found.append(
+            "takes stop ids and a cap on the answer's length from the model's generation_config.json; "
+            "--generation-config vllm turns that off"
+        )
+    dtype = (facts.dtype or "").removeprefix("torch.")
+    if dtype and dtype != options.compute_dtype and not options.rollout_only:
+        found.append(
+            f"computes in {dtype}, the trainer in {options.compute_dtype}: start it with --dtype "
+            f"{options.compute_dtype}, or the ratio of an unchanged policy is not 1"
+        )
+    return found
+
+
+def check_vocabulary(server: Server, size: int) -> None:
+    """The server must take the trainer's last token id and refuse the one after it."""
+    for token, known in ((size - 1, True), (size, False)):
+        try:
+            server.complete([token], max_tokens=1, seed=0, top_k=1, logprobs=1)
+            taken = True
+        except ServerError as error:
+            if error.status != 400:
+                raise
+            taken = False
+        if taken != known:
+            raise OptionError(
+                f"{server.url} {'takes' if taken else 'refuses'} token id {token}, but --model has {size} "
+                "ids: start it with the model that is trained"
+            )
