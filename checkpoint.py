@@ -6,27 +6,35 @@
         rng/rank-0.pt ...                                 random state of each rank
         rollout_state.json                                step, version, prompts that are done
 
-A directory is written under another name and renamed when complete, so that a half-written one is never
-picked up. The position that is saved is the *trained* one, not the generator's, which runs ahead.
+A save costs the training a copy to the CPU (12 bytes a parameter of host memory, over all ranks, until it is
+written); the files are written beside it, each rank its own part, on a file system that all ranks see. The
+directory has another name until it is complete, so that a half-written one is never picked up. The position
+that is saved is the *trained* one, not the generator's, which runs ahead.
 
 Never: leave a directory called checkpoint-N that is not complete.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import json
 import os
 import re
 import shutil
+import threading
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
 
+from client import Notice
 from options import OptionError
-from sync import checkpoint_name, full_tensor
+from pretrained import Layout, local, write_beside
+
+LAST_SAVE_S = 10.0  # how long a run that is ended waits for the checkpoint it was writing
 
 
 class Progress:
@@ -72,58 +80,123 @@ class SaveError(RuntimeError):
     """A checkpoint could not be written; the earlier ones are as they were."""
 
 
-def save(
-    output_dir, step, model, optimizer, state, tokenizer, dtype, save_only_model, save_total_limit
-) -> Path:
-    """Write checkpoint-<step>; every rank calls it. `state` (rank 0's) is what rollout_state.json holds.
+class Saver:
+    """Writes checkpoints while training goes on. Every rank has one, and calls it at the same steps.
 
-    Raises SaveError on every rank when one of them could not write (a full disk, say); nothing stays behind.
+    `saved` is the last checkpoint that is complete, or None. What goes wrong in the thread that writes goes
+    wrong on every rank: it is printed, and `wait` raises it.
     """
-    final = Path(output_dir) / f"checkpoint-{step}"
-    partial = Path(output_dir) / f"partial-checkpoint-{step}"
-    rank = dist.get_rank()
 
-    def prepare():
-        for kind in ("partial", "removed"):  # what a save or a removal that was cut short has left
-            for path in Path(output_dir).glob(f"{kind}-checkpoint-*"):
-                shutil.rmtree(path)
-        (partial / "rng").mkdir(parents=True)
+    def __init__(self, options, model, optimizer, tokenizer, saved: Path | None):
+        self.options, self.model, self.optimizer, self.tokenizer = options, model, optimizer, tokenizer
+        # used by nothing else: the thread's collectives never meet another's
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=options.ddp_timeout))
+        self.saved = saved
+        self.error: SaveError | None = None
+        self.thread: threading.Thread | None = None
 
-    def finish():
-        write_json(partial / "rollout_state.json", {"step": step, "only_model": save_only_model, **state})
-        if final.exists():
-            remove(final)
-        partial.rename(final)
+    def save(self, step: int, state: dict) -> None:
+        """Copy what checkpoint-<step> will hold and return; a thread writes it. `state`: rank 0's part of
+        rollout_state.json. Waits for the save before this one; that one's error has been said."""
+        with contextlib.suppress(SaveError):
+            self.wait()
+        only_model = self.options.save_only_model
+        self.dtype = getattr(torch, self.options.compute_dtype)
+        layout = Layout(self.model, self.dtype)
+        values = {name: on_cpu(local(tensor)) for name, tensor in layout.tensors.items()}
+        whole = layout.gather()
+        shards = {}
+        if not only_model:
+            shards = sharded_state(self.model, self.optimizer)
+            for name, tensor in shards.items():
+                own = values.get(name.removeprefix("model."))
+                own = on_cpu(local(tensor)) if own is None else own
+                is_shard = isinstance(tensor, DTensor)
+                shards[name] = DTensor(own, tensor._spec, requires_grad=False) if is_shard else own
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        state = {"step": step, "only_model": only_model, **state}
+        work = (state, layout, values, whole, shards, torch.get_rng_state())
+        self.thread = threading.Thread(target=self.write, args=work, daemon=True)
+        self.thread.start()
 
-    try:
-        together(prepare, only_on=0)
-        weights = gathered_weights(model, dtype)
-        together(lambda: export(partial, model, weights, tokenizer, dtype), only_on=0)
-        if not save_only_model:
-            together(lambda: dcp.save(sharded_state(model, optimizer), checkpoint_id=partial / "state"))
-            together(lambda: torch.save(torch.get_rng_state(), partial / "rng" / f"rank-{rank}.pt"))
-        together(finish, only_on=0)
-    except SaveError as error:
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise SaveError(f"could not write {final}: {error}") from error
-    if rank == 0:
-        forget_old(Path(output_dir), save_total_limit)
-    return final
+    def wait(self, timeout: float | None = None) -> None:
+        """Until the save that runs is over. SaveError when it failed; RuntimeError when it takes longer than
+        `timeout` seconds (default: --ddp_timeout)."""
+        timeout = self.options.ddp_timeout if timeout is None else timeout
+        notice = Notice()
+        while self.thread is not None and self.thread.is_alive():
+            notice.say("the checkpoint to be written")
+            if notice.waited() > timeout:
+                raise RuntimeError(f"the checkpoint was not written within {timeout:.0f} s (--ddp_timeout)")
+            self.thread.join(0.2)
+        self.thread, error, self.error = None, self.error, None
+        if error:
+            raise error
 
+    def close(self) -> None:
+        """The run ends: give a save that is under way a moment."""
+        with contextlib.suppress(RuntimeError):
+            self.wait(LAST_SAVE_S)
 
-def together(write, only_on: int | None = None) -> None:
-    """Run `write` on every rank, or on one. An error of one is a SaveError on all: none waits."""
-    problem = None
-    if only_on in (None, dist.get_rank()):
+    def write(self, state: dict, layout: Layout, values, whole, shards, random_state) -> None:
+        final = Path(self.options.output_dir) / f"checkpoint-{state['step']}"
+        partial = final.with_name(f"partial-{final.name}")
+        rank = dist.get_rank()
+
+        def prepare():
+            for kind in ("partial", "removed"):  # what a save or a removal that was cut short has left
+                for path in final.parent.glob(f"{kind}-checkpoint-*"):
+                    shutil.rmtree(path)
+            (partial / "rng").mkdir(parents=True)
+            layout.create(partial)
+            write_beside(partial, self.model, self.options, self.tokenizer, self.dtype)
+
+        def fill():
+            layout.fill(partial, values, whole)
+            if shards:
+                torch.save(random_state, partial / "rng" / f"rank-{rank}.pt")
+
+        def finish():
+            write_json(partial / "rollout_state.json", state)
+            if final.exists():
+                remove(final)
+            partial.rename(final)
+            forget_old(final.parent, self.options.save_total_limit)
+
         try:
-            write()
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-    problems = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    if found := next(filter(None, problems), None):
-        raise SaveError(found)
+            self.together(prepare, only_on=0)
+            self.together(fill)
+            if shards:
+                place = {"checkpoint_id": partial / "state", "process_group": self.group}
+                self.together(lambda: dcp.save(shards, **place))
+            self.together(finish, only_on=0)
+            self.saved = final
+        except Exception as error:  # SaveError, or a rank that is gone
+            self.error = SaveError(f"could not write {final}: {error}")
+            if rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+                with contextlib.suppress(OSError):  # the output may be on the same full disk
+                    print(f"{self.error}; training goes on from memory, free some space", flush=True)
+
+    def together(self, write, only_on: int | None = None) -> None:
+        """Run `write` on every rank, or on one. An error of one is a SaveError on all: none waits."""
+        problem = None
+        if only_on in (None, dist.get_rank()):
+            try:
+                write()
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+        problems = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem, group=self.group)
+        if found := next(filter(None, problems), None):
+            raise SaveError(found)
+
+
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory, under way where it comes from a GPU: synchronize before it is read."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor.detach(), non_blocking=True)
 
 
 def write_json(path: Path, value) -> None:
@@ -145,31 +218,6 @@ def remove(path: Path) -> None:
     """Delete a checkpoint; under another name first, so that one deleted half way is never picked up."""
     doomed = path.rename(path.with_name(f"removed-{path.name}"))
     shutil.rmtree(doomed)
-
-
-@torch.no_grad()
-def gathered_weights(model, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The model by checkpoint name, in `dtype`, on rank 0's CPU; empty on the others, which take part."""
-    weights = {}
-    for name, tensor in {**dict(model.named_parameters()), **dict(persistent_buffers(model))}.items():
-        whole = full_tensor(tensor)
-        if dist.get_rank() == 0:
-            weights[checkpoint_name(name)] = whole.to("cpu", dtype if whole.is_floating_point() else None)
-    return weights
-
-
-def export(path: Path, model, weights: dict[str, torch.Tensor], tokenizer, dtype: torch.dtype) -> None:
-    """The model in Hugging Face format."""
-    model.save_pretrained(path, state_dict=weights)
-    config = copy.deepcopy(model.config)  # save_pretrained wrote the dtype of the master weights
-    config.dtype = dtype
-    config.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-
-
-def persistent_buffers(model):
-    kept = model.state_dict().keys()
-    return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
 
 
 def sharded_state(model, optimizer) -> dict:

@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers import AutoTokenizer, get_scheduler
 
 import attention
 import checkpoint
+import pretrained
 import serve
 from client import Server
 from conversation import read_template
@@ -92,14 +93,7 @@ def check_inputs(options: Options, rollouts) -> Path | None:
         raise OptionError(f"--model {directory} is no model: it has no config.json")
     if directory.is_dir() and not any(directory.glob("*.safetensors")):
         raise OptionError(f"--model {directory} has no weights: there is no *.safetensors file in it")
-    source = {k: v for k, v in options.model_init_kwargs.items() if k in ("revision", "subfolder")}
-    try:
-        AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code, **source)
-    except (OSError, ValueError) as error:
-        raise OptionError(
-            f"--model {options.model} is neither a directory with a model nor a hub name that can be read: "
-            f"{first_line(error)}"
-        ) from error
+    pretrained.read_config(options)
     if rollouts is None and int(os.environ.get("RANK", 0)) == 0:
         loop = option_of("rollout_loop", load_loop, options.rollout_loop)
         task = option_of("task", load_task, options.task, options.task_kwargs)
@@ -135,10 +129,6 @@ def option_of(name: str, read, *arguments):
         return read(*arguments)
     except (ValueError, TypeError) as error:
         raise OptionError(f"--{name}: {error}") from error
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
 
 
 def join_ranks(options: Options) -> Ranks:
@@ -205,36 +195,45 @@ def obituary(process: Popen) -> str:
 
 
 def load_model(options: Options, ranks: Ranks):
-    """The model in float32, sharded over the ranks, computing in bf16 or float32; and its tokenizer."""
+    """The model in float32, sharded over the ranks, computing in bf16 or float32; and its tokenizer.
+
+    What lies outside the language model (a vision tower, a projector) is loaded and kept as it is.
+    """
     attention.register()
-    kwargs = {
-        "dtype": options.dtype,
-        "trust_remote_code": options.trust_remote_code,
-        **options.model_init_kwargs,
-    }
-    try:
-        model = AutoModelForCausalLM.from_pretrained(options.model, attn_implementation="tree", **kwargs)
-    except OSError as error:
-        raise OptionError(f"--model {options.model}: {first_line(error)}") from error
-    source = {k: v for k, v in options.model_init_kwargs.items() if k in ("revision", "subfolder")}
+    model = pretrained.skeleton(pretrained.read_config(options), options)
     tokenizer = AutoTokenizer.from_pretrained(
-        options.model, trust_remote_code=options.trust_remote_code, **source
+        options.model, trust_remote_code=options.trust_remote_code, **pretrained.source_of(options)
     )
-    if options.chat_template:
-        tokenizer.chat_template = read_template(
-            options.chat_template
-        )  # checkpoints keep what was trained with
-    model.float().to(ranks.device)
+    if options.chat_template:  # checkpoints keep what was trained with
+        tokenizer.chat_template = read_template(options.chat_template)
     for module in model.modules():  # under dropout the ratio of an unchanged policy would not be 1
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
-    attention.check(model)
+    for module in beside_language_model(model):
+        module.requires_grad_(False)
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if not hasattr(model.get_decoder(), "layers"):
+        raise OptionError(f"--model: model type {model.config.model_type!r} has no `layers` to be sharded by")
     shard(model, options, ranks)
-    return model.train(), tokenizer
+    pretrained.read(model, options, ranks.device)
+    model.train()
+    option_of("model", attention.check, model.get_decoder())
+    model.get_decoder().reshard()  # after a forward without a backward its own parameters are still whole
+    return model, tokenizer
+
+
+def beside_language_model(model) -> list[torch.nn.Module]:
+    """The modules a row of text never passes through, none of them inside another."""
+    backbone, head = model.get_decoder(), model.get_output_embeddings()
+    found, inside = [], model
+    while inside is not backbone:
+        children = list(inside.children())
+        found += [child for child in children if child is not head and backbone not in child.modules()]
+        inside = next(child for child in children if backbone in child.modules())
+    return [module for module in found if any(True for _ in module.parameters())]
 
 
 def shard(model, options: Options, ranks: Ranks) -> None:
@@ -252,6 +251,8 @@ def shard(model, options: Options, ranks: Ranks) -> None:
         head.weight = model.get_input_embeddings().weight  # the sharded one
     else:
         fully_shard(head, mesh=mesh, mp_policy=policy)
+    for module in beside_language_model(model):
+        fully_shard(module, mesh=mesh)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

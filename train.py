@@ -20,6 +20,7 @@ Generation goes on during all of it; `max_staleness` bounds how far it may run a
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pickle
 import sys
@@ -37,7 +38,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import attention
 import checkpoint
-from checkpoint import Progress, SaveError
+from checkpoint import Progress, SaveError, Saver
 from feed import LEAVING, WAITING, Batch, Feed
 from generate import generate
 from loss import Head, Objective, head_of, microbatch_weight, policy_loss, step_divisor
@@ -86,7 +87,7 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
         sync = sync or WeightSync(servers, options.vllm_server_timeout)
         feed = make_feed(options, ranks, ends, rollouts, progress, version, servers, embedded, model)
         logger = Logger(options, step) if ranks.rank == 0 else None
-        saved_at = start
+        saver = Saver(options, model, optimizer, tokenizer, start)
 
         @ends.push
         def last_words(kind, *_):
@@ -95,11 +96,11 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
             if embedded and embedded.poll() is not None:  # an error of whoever called it says less
                 print(obituary(embedded), flush=True)
             if feed and kind:
-                how = (
-                    f"go on with --resume_from_checkpoint {saved_at}" if saved_at else "nothing was saved yet"
-                )
+                saved = saver.saved
+                how = f"go on with --resume_from_checkpoint {saved}" if saved else "nothing was saved yet"
                 print(f"{ranks.leaving.cause()}stopped after step {step}; {how}", flush=True)
 
+        ends.callback(saver.close)
         watch, window = Stopwatch(), Window()
         if ranks.rank == 0:
             watch.speak_up("perf/rollout_wait_s")
@@ -153,19 +154,19 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
                 log(logger, window, feed, step, rate, ranks)
                 window = Window()
             if options.save_steps and step % options.save_steps == 0:
-                try:
-                    saved_at = save(options, model, optimizer, scheduler, tokenizer, step, version, feed)
-                except SaveError as error:  # on every rank; the run goes on and the next save tries again
-                    if feed:
-                        print(f"{error}; training goes on from memory, free some space", flush=True)
+                with watch("perf/save_s"):
+                    saver.save(step, state_of(feed, version))
         if window.totals:  # the last steps of a run may not fill a window
             log(logger, window, feed, step, rate, ranks)
-        if saved_at is None or saved_at.name != f"checkpoint-{step}":
-            saved_at = save(options, model, optimizer, scheduler, tokenizer, step, version, feed)
+        with contextlib.suppress(SaveError):  # it has been said
+            saver.wait()
+        if saver.saved is None or saver.saved.name != f"checkpoint-{step}":
+            saver.save(step, state_of(feed, version))
+            saver.wait()
         if feed:
-            print(f"done after {step} steps: {saved_at}", flush=True)
+            print(f"done after {step} steps: {saver.saved}", flush=True)
     dist.destroy_process_group()
-    return saved_at
+    return saver.saved
 
 
 # ---- the step ----
@@ -328,23 +329,13 @@ def resume(start: Path | None, model, optimizer, scheduler) -> tuple[int, int, P
     return state["step"], state["version"], Progress(state["position"], state["beyond"], state["num_tokens"])
 
 
-def save(options, model, optimizer, scheduler, tokenizer, step: int, version: int, feed) -> Path:
-    state = {}
-    if feed:
-        progress = feed.progress
-        state = {"version": version, "position": progress.position, "beyond": sorted(progress.beyond)}
-        state["num_tokens"] = feed.forwarded_tokens
-    return checkpoint.save(
-        options.output_dir,
-        step,
-        model,
-        optimizer,
-        state,
-        tokenizer,
-        getattr(torch, options.compute_dtype),
-        options.save_only_model,
-        options.save_total_limit,
-    )
+def state_of(feed: Feed | None, version: int) -> dict:
+    """What rollout_state.json holds of the run: rank 0 knows it."""
+    if feed is None:
+        return {}
+    progress = feed.progress
+    state = {"version": version, "position": progress.position, "beyond": sorted(progress.beyond)}
+    return state | {"num_tokens": feed.forwarded_tokens}
 
 
 @record  # under torchrun: its report then ends with the traceback

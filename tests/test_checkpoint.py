@@ -10,7 +10,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
-from checkpoint import Progress, SaveError, newest, read_state
+from checkpoint import Progress, SaveError, Saver, newest, read_state
+from options import Options
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,9 +35,22 @@ def train_a_step(model, optimizer, seed):
     optimizer.zero_grad()
 
 
-def save(path, step, model, optimizer, tokenizer, only_model=False, limit=None, dtype=torch.float32):
-    state = {"version": step, "position": 3, "beyond": [5], "num_tokens": 7}
-    return checkpoint.save(path, step, model, optimizer, state, tokenizer, dtype, only_model, limit)
+def saver_of(path, model, optimizer, tokenizer, only_model=False, limit=None, bf16=False):
+    options = Options(
+        model="tiny", bf16=bf16, output_dir=str(path), save_only_model=only_model, save_total_limit=limit
+    )
+    return Saver(options, model, optimizer, tokenizer, None)
+
+
+def save(path, step, *arguments, **kwargs):
+    saver = saver_of(path, *arguments, **kwargs)
+    saver.save(step, state_at(step))
+    saver.wait()
+    return saver.saved
+
+
+def state_at(step):
+    return {"version": step, "position": 3, "beyond": [5], "num_tokens": 7}
 
 
 def test_a_resumed_model_goes_on_exactly_as_the_uninterrupted_one(tmp_path):
@@ -66,7 +80,7 @@ def test_every_checkpoint_loads_with_from_pretrained_and_generates(tmp_path):
 
 def test_the_exported_model_is_in_the_compute_dtype_and_the_resumable_one_in_float32(tmp_path):
     model, optimizer, tokenizer = tiny()
-    path = save(tmp_path, 1, model, optimizer, tokenizer, dtype=torch.bfloat16)
+    path = save(tmp_path, 1, model, optimizer, tokenizer, bf16=True)
     assert json.loads((path / "config.json").read_text())["dtype"] == "bfloat16"
     loaded = AutoModelForCausalLM.from_pretrained(path)
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
