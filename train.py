@@ -8,7 +8,7 @@ One step:
      2  and plans a micro-batch: one list of samples per rank, under the token budget    (packing.Planner)
      3  folds each list into a prefix trie, a row, and hands every rank its own          (packing.pack)
      4  each rank forwards its row; a token that several samples share is forwarded once (attention/)
-     5  the fused head turns hidden states and loss terms into a sum and its gradient    (loss.py)
+     5  the fused head turns hidden states and loss terms into a sum and its gradient    (head.py, loss.py)
      6  backward; the gradients are summed over the ranks       (1 to 6 once per accumulated micro-batch)
      7  gradients are divided once, by all trained tokens of the step, then clipped
      8  AdamW
@@ -41,7 +41,8 @@ import checkpoint
 from checkpoint import Progress, SaveError, Saver
 from feed import LEAVING, WAITING, Batch, Feed
 from generate import generate
-from loss import Head, Objective, head_of, microbatch_weight, policy_loss, step_divisor
+from head import Head, head_of
+from loss import Objective, clipped_surrogate, microbatch_weight, row_loss, score_centering, step_divisor
 from metrics import Logger, Stopwatch, Window, peak_flops, term_metrics
 from options import OptionError, Options, check, describe, parse_or_exit
 from packing import Planner, Row, row_cost_from_config
@@ -198,17 +199,16 @@ def forward_backward(model, row: Row, trained_tokens: int, objective: Objective,
         use_cache=False,
         **attention.index(row, options.attention),
     ).last_hidden_state[0]  # [N, E]
-    head = gathered_head(model, hidden.dtype)
-    total, stats = policy_loss(hidden, head, row, objective, options.temperature)
+    total, stats = row_loss(hidden, gathered_head(model), row, objective, options.temperature)
     (total * microbatch_weight(options.loss_normalization, trained_tokens)).backward()
     return total.detach(), stats
 
 
-def gathered_head(model, dtype: torch.dtype) -> Head:
-    """The output head, its weight gathered from all ranks once per micro-batch; gradients are summed back."""
+def gathered_head(model) -> Head:
+    """The output head, its float32 weight gathered once per micro-batch; gradients are summed back."""
 
     def whole(parameter):
-        return None if parameter is None else parameter.full_tensor(grad_placements=[Partial()]).to(dtype)
+        return None if parameter is None else parameter.full_tensor(grad_placements=[Partial()])
 
     linear = model.get_output_embeddings()
     return head_of(model, whole(linear.weight), whole(linear.bias))
@@ -276,7 +276,7 @@ def log(
 
 def make_objective(options: Options) -> Objective:
     return Objective(
-        score_centering=options.score_centering,
+        policy=score_centering if options.score_centering else clipped_surrogate,
         score_centering_tail=options.score_centering_tail,
         epsilon=options.epsilon,
         epsilon_high=options.epsilon_high,

@@ -18,7 +18,8 @@ import attention
 import serve
 from client import Server
 from conversation import Rollout, Turn, samples_of
-from loss import Objective, head_of, policy_loss
+from head import head_of
+from loss import Objective, row_loss
 from packing import pack
 from sync import WeightSync
 
@@ -166,7 +167,7 @@ def log_ratio(model, row, temperature=1.0):
         use_cache=False,
         **attention.index(row),
     ).last_hidden_state[0]
-    _, stats = policy_loss(hidden, head_of(model), row, Objective(), temperature)
+    _, stats = row_loss(hidden, head_of(model), row, Objective(), temperature)
     return stats["log_ratio"]
 
 

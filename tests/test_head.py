@@ -1,0 +1,351 @@
+"""Run: pytest tests/test_head.py. The fused head: its passes, chunks, memory and kernels; heads of models."""
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_loss import BOTH, GRPO, OBJECTIVES, close, gradients, load, make_row, oracle, random_problem
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import loss
+from head import CHUNK_BYTES, Head, fused_head, head_of, logit_gradient, row_statistics, transformed
+from loss import Objective, row_loss
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_gpu_gives_what_a_cpu_gives(dtype, objective):
+    hidden, head, row = random_problem(3, dtype, softcap=3.0)
+    total, stats = row_loss(hidden, head, row, OBJECTIVES[objective], 0.8)
+    moved = [x.detach().cuda().requires_grad_() for x in (hidden, head.weight, head.bias)]
+    row = row.host.to("cuda")
+    gpu_head = Head(moved[1], moved[2], softcap=3.0)
+    gpu_total, gpu_stats = row_loss(moved[0], gpu_head, row, OBJECTIVES[objective], 0.8)
+    torch.testing.assert_close(gpu_total.cpu(), total, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(gpu_stats["logp"].cpu(), stats["logp"], rtol=1e-5, atol=1e-5)
+    rounding = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}[dtype]
+    pairs = zip(gradients(gpu_total, moved[0], gpu_head), gradients(total, hidden, head), strict=True)
+    for ours, theirs in pairs:
+        assert (ours.cpu() - theirs).abs().max() <= rounding * theirs.abs().max()
+
+
+@BOTH
+@pytest.mark.parametrize("variant", ["plain", "softcap"])
+def test_the_fused_head_matches_the_reference(variant, dtype):
+    data = load("reference/lm_head.json")
+    want = data["variants"][variant]
+    hidden, weight = (torch.tensor(data[x], dtype=dtype, requires_grad=True) for x in ("hidden", "weight"))
+    head = Head(weight, softcap=want["softcap"])
+    position, target = torch.tensor(data["position_of_term"]), torch.tensor(data["target"])
+    row = make_row(position, target, torch.zeros(8), torch.zeros(8))
+    g, g_ids = (torch.tensor(data[x], dtype=dtype) for x in ("g_logp", "g_logp_ids"))
+    g = torch.cat([g[:, None], g_ids], dim=1)
+    ids = torch.cat([target[:, None], torch.tensor(data["ids"])], dim=1)
+
+    def linear(terms, logp):
+        return (g[terms] * logp).sum(1), g[terms], {"logp": logp}
+
+    total, stats = fused_head(hidden, head, row, ids, None, data["temperature"], linear)
+    close(stats["logp"][:, 0], want["logp"], dtype)
+    close(stats["logp"][:, 1:], want["logp_ids"], dtype)
+    close(stats["entropy"], torch.tensor(want["entropy"], dtype=torch.float64)[position], dtype)
+    # the reference differentiates the entropy too, which no objective here does: plain autograd adds it
+    y = hidden @ weight.T
+    y = y if want["softcap"] is None else want["softcap"] * torch.tanh(y / want["softcap"])
+    logp = (y / data["temperature"]).log_softmax(-1)
+    entropy = -(torch.tensor(data["g_entropy"], dtype=dtype) * (logp.exp() * logp).sum(1)).sum()
+    (total + entropy).backward()
+    scale = {"rtol": 1e-9, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 5e-6}
+    close(hidden.grad, want["dhidden"], **scale)
+    close(weight.grad, want["dweight"], **scale)
+
+
+@BOTH
+@pytest.mark.parametrize("variant", ["plain", "softcap"])
+def test_restricted_log_probabilities_match_the_reference(variant, dtype):
+    data = load("reference/lm_head.json")
+    want = data["variants"][variant]
+    hidden, weight = (torch.tensor(data[x], dtype=dtype, requires_grad=True) for x in ("hidden", "weight"))
+    sets = [
+        [v for v, there in zip(ids, mask, strict=True) if there]
+        for ids, mask in zip(data["candidates"], data["candidate_mask"], strict=True)
+    ]
+    row = make_row(data["position_of_term"], data["target"], [0.0] * 8, [0.0] * 8, candidates=sets)
+    g = torch.tensor(data["g_logp"], dtype=dtype)
+    ids = torch.tensor(data["candidates"]).clamp(min=0)
+    support, listed, unusable = loss.support_of(row, ids, 13)
+    assert not unusable.any() and listed.tolist() == data["candidate_mask"]
+    coefficient = torch.zeros_like(ids, dtype=dtype)
+    coefficient[:, 0] = g
+
+    def linear(terms, logp):
+        return g[terms] * logp[:, 0], coefficient[terms], {"logp": logp}
+
+    head = Head(weight, softcap=want["softcap"])
+    total, stats = fused_head(hidden, head, row, ids, support, data["temperature"], linear)
+    total.backward()
+    close(stats["logp"][:, 0], want["restricted_logp"], dtype)
+    expected = torch.tensor([[float(x or 0) for x in line] for line in want["restricted_logp_all"]])
+    close(stats["logp"][listed], expected.double()[listed], rtol=1e-5, atol=1e-5)
+    scale = {"rtol": 1e-9, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 5e-6}
+    close(hidden.grad, want["dhidden_restricted"], **scale)
+    close(weight.grad, want["dweight_restricted"], **scale)
+
+
+@pytest.mark.parametrize("objective", [GRPO, OBJECTIVES["centred"]])
+def test_chunk_size_does_not_change_the_result(objective, monkeypatch):
+    results = []
+    for rows in (1, 3, 1000):
+        monkeypatch.setitem(CHUNK_BYTES, "cpu", rows * 32 * 8)  # 23, padded
+        hidden, head, row = random_problem(7, softcap=3.0)
+        total, stats = row_loss(hidden, head, row, objective, 0.7)
+        results.append(
+            [total, *gradients(total, hidden, head), *(stats[name].double() for name in sorted(stats))]
+        )
+    for other in results[:2]:
+        for ours, whole in zip(other, results[2], strict=True):
+            torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-13)
+
+
+class LargestTensor(TorchDispatchMode):
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+@pytest.mark.parametrize("objective", [GRPO, Objective()])
+def test_no_tensor_of_terms_by_vocabulary_is_made_or_saved(objective, monkeypatch):
+    terms, vocabulary, width, rows = 300, 4000, 8, 5
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", rows * vocabulary * 4)
+    make = torch.Generator().manual_seed(0)
+    hidden = torch.randn(terms, width, generator=make, requires_grad=True)
+    weight = torch.randn(vocabulary, width, generator=make, requires_grad=True)
+    ids = torch.arange(8).expand(terms, 8)
+    topk = (ids, torch.full((terms, 8), -3.0))
+    args = (range(terms), range(terms), [-3.0] * terms, [1.0] * terms, topk)
+    row = make_row(*args, candidates=[[m] for m in range(terms)])
+    saved = []
+    with LargestTensor() as largest:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+            total, _ = row_loss(hidden, Head(weight), row, objective, 1.0)
+        total.backward()
+    assert largest.elements <= max(rows, width) * vocabulary
+    assert sum(saved) <= vocabulary * width + terms * (width + 1)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "bias"])
+def test_what_needs_no_gradient_gets_none(frozen):
+    hidden, head, row = random_problem(8)
+    expected = dict(
+        zip(
+            ("hidden", "weight", "bias"),
+            gradients(row_loss(hidden, head, row, GRPO, 1.0)[0], hidden, head),
+            strict=True,
+        )
+    )
+    parts = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
+    parts[frozen] = parts[frozen].detach()
+    row_loss(parts["hidden"], Head(parts["weight"], parts["bias"]), row, GRPO, 1.0)[0].backward()
+    assert parts.pop(frozen).grad is None
+    for name, tensor in parts.items():
+        torch.testing.assert_close(tensor.grad, expected[name])
+
+
+def test_without_autograd_only_the_values_are_computed(monkeypatch):
+    hidden, head, row = random_problem(8)
+    expected, _ = row_loss(hidden, head, row, GRPO, 1.0)
+    monkeypatch.setattr("head.logit_gradient", None)  # any call of it would fail
+    with torch.no_grad():
+        total, _ = row_loss(hidden, head, row, GRPO, 1.0)
+    assert not total.requires_grad and torch.equal(total, expected.detach())
+
+
+def test_backward_scales_by_the_incoming_gradient():
+    hidden, head, row = random_problem(9)
+    once = gradients(row_loss(hidden, head, row, GRPO, 1.0)[0], hidden, head)
+    thrice = gradients(row_loss(hidden, head, row, GRPO, 1.0)[0] * -3, hidden, head)
+    for a, b in zip(once, thrice, strict=True):
+        torch.testing.assert_close(-3 * a, b)
+
+
+def test_a_second_backward_is_refused():
+    hidden, head, row = random_problem(9)
+    total, _ = row_loss(hidden, head, row, GRPO, 1.0)
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward"):
+        total.backward()
+
+
+def test_autocast_does_not_round_the_logits():
+    hidden, head, row = random_problem(10, torch.float32)
+    expected, _ = row_loss(hidden, head, row, GRPO, 1.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        total, _ = row_loss(hidden, head, row, GRPO, 1.0)
+    assert torch.equal(total, expected)
+
+
+def test_a_float32_weight_under_bfloat16_states_gets_a_float32_gradient():
+    hidden, head, row = random_problem(4, torch.bfloat16, bias=False)
+    head = Head(head.weight.detach().float().requires_grad_())
+    total, _ = row_loss(hidden, head, row, OBJECTIVES["centred"], 1.0)
+    total.backward()
+    wide = Head(head.weight.detach().double().requires_grad_())
+    oracle(hidden.detach().double(), wide, row, OBJECTIVES["centred"], 1.0)[0].backward()
+    assert head.weight.grad.dtype == torch.float32 and hidden.grad.dtype == torch.bfloat16
+    close(head.weight.grad, wide.weight.grad, rtol=1e-5, atol=1e-5)
+
+
+# The kernels: on the GPU where there is one, else under the interpreter, in a process of its own ------------
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+kernels = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="see the test of the interpreter")
+
+
+@pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the kernels run in this process")
+def test_kernels_pass_under_the_interpreter():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", "kernel and not interpreter"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
+
+
+def block_of_logits(kind, rows=6, vocabulary=1100):
+    """Products y, as a part of wider memory, and 40 named ids with repeats; some rows have none."""
+    make = torch.Generator().manual_seed(0)
+    y = torch.randn(rows, vocabulary + 20, generator=make).mul(4)[:, :vocabulary]
+    if kind == "extreme":
+        y[0, 3], y[1, 5], y[2, 7:900], y[3, ::2], y[4] = 1e4, -1e4, -9999.0, -math.inf, 0.0
+    row, ids = (torch.randint(n, (40,), generator=make) for n in (rows - 1, vocabulary))
+    row[10:16], ids[10:16] = row[9], ids[9]
+    row[20:24], ids[20:24] = 0, 3
+    value = torch.randn(40, generator=make)
+    share, bias = torch.randn(rows, generator=make), torch.randn(vocabulary, generator=make)
+    return [x.to(DEVICE) for x in (y, row * vocabulary + ids, value, share, bias)]
+
+
+@kernels
+@pytest.mark.parametrize("kind", ["plain", "bias", "softcap", "extreme"])
+def test_kernels_equal_the_plain_passes(kind):
+    import head_triton
+
+    y, key, value, share, bias = block_of_logits(kind)
+    model = Head(None, bias if kind in ("bias", "softcap") else None, 1.3, 3.0 if kind == "softcap" else None)
+    wide = dataclasses.replace(model, bias=None if model.bias is None else bias.double())
+    lse, entropy = row_statistics(y.double(), wide, 0.7)
+    found = head_triton.row_statistics(y, model, 0.7)
+    for ours, plain in zip(found, (lse, entropy), strict=True):
+        torch.testing.assert_close(ours.double(), plain, rtol=1e-6, atol=2e-6)
+    logit = transformed(y.double(), wide.bias, wide, 0.7).reshape(-1)[key].float()
+    named = (key, value.double(), None)
+    expected = logit_gradient(y.double(), wide, 0.7, lse, share.double(), named, torch.float64)
+    narrow = 2**-7 if INTERPRETED else 2**-9  # the interpreter cuts off where the GPU rounds
+    for dtype, rounding in ((torch.bfloat16, narrow + 2e-5), (torch.float32, 2e-5)):
+        block = torch.zeros(len(y), y.shape[1] + 20, device=DEVICE)[:, : y.shape[1]].copy_(y)
+        ours = head_triton.logit_gradient(block, model, 0.7, found[0], share, (key, value, logit), dtype)
+        assert ours.dtype == dtype and ours.data_ptr() == block.data_ptr()
+        torch.testing.assert_close(ours.double(), expected, rtol=rounding, atol=2e-6)
+
+
+@kernels
+@pytest.mark.parametrize("objective", ["surrogate", "centred"])
+@pytest.mark.parametrize("sets", ["mixed", "none"])
+def test_a_row_scored_by_kernels_equals_the_plain_path(objective, sets, monkeypatch):
+    results = []
+    for passes in (None, (row_statistics, logit_gradient)):
+        if passes:
+            monkeypatch.setattr("head.passes_for", lambda y, passes=passes: passes)
+        hidden, model, row = random_problem(3, torch.float32, softcap=3.0, sets=sets)
+        hidden, weight, bias = (
+            x.detach().to(DEVICE).requires_grad_() for x in (hidden, model.weight, model.bias)
+        )
+        model = dataclasses.replace(model, weight=weight, bias=bias)
+        total, stats = row_loss(hidden, model, row.host.to(DEVICE), OBJECTIVES[objective], 0.8)
+        results.append([total, stats["logp"], stats["entropy"], *gradients(total, hidden, model)])
+    for kernel, plain in zip(*results, strict=True):
+        torch.testing.assert_close(kernel, plain, rtol=1e-5, atol=1e-5)
+
+
+# Heads of transformers models -------------------------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+FAMILIES = {
+    "llama": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "phi": {},  # a bias
+    "gemma2": {"final_logit_softcapping": 0.05},
+    "gemma3_text": {},  # a softcap that may be None
+    "cohere": {"logit_scale": 3.0},
+    "granite": {"logits_scaling": 0.25},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_head_read_from_a_model_gives_its_log_probabilities(family):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
+    model = transformers.AutoModelForCausalLM.from_config(config).double()
+    head = head_of(model)
+    if head.bias is not None:
+        torch.nn.init.normal_(head.bias)
+    ids = torch.randint(3, 40, (1, 9))
+    with torch.no_grad():
+        hidden = model.model(input_ids=ids).last_hidden_state[0]
+        logp = model(input_ids=ids).logits[0].div(0.7).log_softmax(-1)
+    row = make_row(range(8), ids[0, 1:], [-3.0] * 8, [1.0] * 8)
+    _, stats = row_loss(hidden, head, row, GRPO, 0.7)
+    close(stats["logp"], logp[:-1].gather(1, ids[0, 1:, None])[:, 0], rtol=1e-6, atol=1e-6)
+
+
+def fake_model(model_type="llama", linear=None, **values):
+    linear = linear or torch.nn.Linear(4, 7, bias=False)
+    config = SimpleNamespace(model_type=model_type, to_dict=lambda: values)
+    config.get_text_config = lambda: config
+    return SimpleNamespace(config=config, get_output_embeddings=lambda: linear)
+
+
+def test_a_transformation_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="logits_mup_width_multiplier = 24"):
+        head_of(fake_model(logits_mup_width_multiplier=24.0))
+    with pytest.raises(ValueError, match="logit_scale = 'inv_sqrt'"):
+        head_of(fake_model(logit_scale="inv_sqrt"))
+    with pytest.raises(ValueError, match="must be a Linear"):
+        head_of(fake_model(linear=torch.nn.Bilinear(2, 2, 7)))
+    harmless = {"attn_logit_softcapping": 50.0, "output_router_logits": True, "num_logits_to_keep": 4}
+    assert head_of(fake_model(**harmless)).softcap is None
+
+
+def test_the_caller_may_supply_gathered_parameters():
+    weight, bias = torch.zeros(7, 4), torch.zeros(7)
+    head = head_of(fake_model("hyperclovax", logits_scaling=4.0), weight, bias)
+    assert head.weight is weight and head.bias is bias and head.logit_scale == 4.0
+    assert dataclasses.replace(head, weight=bias).weight is bias
