@@ -1,6 +1,7 @@
 """The one place that knows the server's HTTP API (vLLM 0.28 and later, or serve.py, which answers alike).
 
     complete   POST /v1/completions           prompt ids in, token ids and log-probabilities out; retried
+               or   /inference/v1/generate    where the server has it and answers sooner (questions.py)
     reads      GET  /health /version /v1/models /server_info /get_world_size /is_paused /metrics
     updates    POST /pause /resume /init_weight_transfer_engine /start_weight_update /update_weights
                     /finish_weight_update     once each: a second attempt could meet a half-done update
@@ -31,6 +32,7 @@ LONGEST_WAIT_S = 30.0  # between two attempts of one request
 FIRST_NOTICE_S, NOTICE_EVERY_S = 30.0, 60.0
 OUTSIDE = -9999.0  # how JSON carries minus infinity: a token that sampling could not have drawn
 TOKEN_ID = "token_id:"
+COMPLETIONS, TOKENS = "/v1/completions", "/inference/v1/generate"
 
 
 class Notice:
@@ -63,11 +65,12 @@ class Completion:
     """One answer. L sampled tokens, the K most likely per token, numpy arrays."""
 
     token_ids: np.ndarray  # int32 [L], the token that ended it included
-    logp: np.ndarray  # float32 [L], of the sampled tokens
-    topk_ids: np.ndarray | None  # int32 [L, K] by falling probability, -1 = padding; None when logprobs was 0
+    logp: np.ndarray  # float32 [L], of the sampled tokens; NaN when none were asked for
+    topk_ids: np.ndarray | None  # int32 [L, K] by falling probability, -1 = padding; None unless asked for
     topk_logp: np.ndarray | None  # float32 [L, K], -inf where padding
     candidate_ids: tuple | None  # (int32 [C], int64 offsets [L+1]) when top_k bounds the set, else None
     finish_reason: str  # stop, length
+    masked: bool  # did the server name the candidate sets?
     versions: np.ndarray | None  # int32 [L], what made each token; None when the server does not say
 
 
@@ -76,7 +79,8 @@ class Server:
 
     `timeout` (seconds) bounds every call. A completion that fails for a passing reason is asked for again,
     `attempts` times in all, or, when that is None, until `timeout` seconds after its first failure; waits
-    start at `backoff_s` and double. `retry_count` counts the repetitions.
+    start at `backoff_s` and double. `retry_count` counts the repetitions. Requests go to `endpoint`; where
+    `masks`, its answers name the tokens that could be sampled.
     """
 
     def __init__(
@@ -94,6 +98,8 @@ class Server:
         self.attempts = attempts
         self.backoff_s = backoff_s
         self.retry_count = 0
+        self.endpoint = COMPLETIONS
+        self.masks = False
         self._next_notice = 0.0
         self._lock = threading.Lock()
         self._session = requests.Session()
@@ -188,7 +194,7 @@ class Server:
         top_k: int = 0,
         min_p: float = 0.0,
         seed: int,
-        logprobs: int = 0,
+        logprobs: int | None = 0,
         stop_token_ids: list[int] = (),
         cache_salt: str | None = None,
         deadline: float | None = None,
@@ -196,7 +202,8 @@ class Server:
     ) -> Completion:
         """Sample one completion of `prompt_ids`; with every token come the `logprobs` most likely ones.
 
-        Under `top_k` the answer also holds each token's candidate set, which needs `logprobs` >= `top_k`.
+        logprobs 0 gives the sampled tokens' alone, None not even these. Otherwise, under `top_k`, the answer
+        also holds each token's candidate set: the server's mask, or read from the `top_k` most likely ones.
         Every sampling field is sent: one left out would be filled from the model's generation_config.json.
         Requests share cached prefixes only under one `cache_salt`.
 
@@ -205,8 +212,9 @@ class Server:
         TimeoutError when `deadline` (time.monotonic) passes; the server drops the request when its connection
         closes. `give_up`, asked after every failure that may pass, ends the attempts when it returns True.
         """
-        body = {
-            "prompt": prompt_ids,
+        restricted = top_k > 0 and logprobs is not None
+        listed = top_k if restricted and not self.masks else logprobs  # the set holds the most likely ones
+        sampling = {
             "max_tokens": max_tokens,
             "temperature": temperature,
             "top_p": top_p,
@@ -218,23 +226,36 @@ class Server:
             "seed": seed,
             "n": 1,
             "stop_token_ids": list(stop_token_ids),
-            "logprobs": logprobs,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-            "return_weight_versions": True,
         }
+        if self.endpoint == TOKENS:
+            # a sampled token outside its list takes the place of the last one here, so one more is asked for
+            sampling["logprobs"] = listed + 1 if listed else listed
+            body = {"token_ids": prompt_ids, "sampling_params": sampling}
+        else:
+            body = {
+                "prompt": prompt_ids,
+                **sampling,
+                "logprobs": listed,
+                "return_token_ids": True,
+                "return_tokens_as_token_ids": True,
+                "return_weight_versions": True,
+            }
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
         data = json.dumps(body)  # once: every attempt sends the same bytes
-        return self._retried(
-            lambda timeout: self._sample(data, prompt_ids, logprobs, top_k, timeout), deadline, give_up
-        )
 
-    def _sample(
-        self, data: str, prompt_ids: list[int], logprobs: int, top_k: int, timeout: float
-    ) -> Completion:
-        response = self._call("POST", "/v1/completions", data=data, timeout=timeout)
-        choice = json.loads(response.content)["choices"][0]
+        def attempt(timeout: float) -> Completion:
+            choice = self._sample(data, prompt_ids, timeout)
+            return parse_choice(choice, min(logprobs or 0, listed or 0), restricted, listed is not None)
+
+        return self._retried(attempt, deadline, give_up)
+
+    def _sample(self, data: str, prompt_ids: list[int], timeout: float) -> dict:
+        response = self._call("POST", self.endpoint, data=data, timeout=timeout)
+        try:
+            choice = json.loads(response.content)["choices"][0]
+        except (ValueError, LookupError, TypeError) as error:  # cut off, by a proxy or a dying server
+            raise ServerError(f"{self.url} sent an answer that cannot be read: {error}", 502) from None
         if choice["finish_reason"] == "abort":
             raise ServerError(f"{self.url} aborted the request", status=503)
         sent = choice.get("prompt_token_ids")
@@ -242,7 +263,7 @@ class Server:
             raise ServerError(
                 f"{self.url} sampled from {len(sent)} prompt tokens, not the {len(prompt_ids)} it got", 400
             )
-        return parse_choice(choice, logprobs, restricted=top_k > 0)
+        return choice
 
     def _retried(self, attempt, deadline: float | None, give_up=None):
         """attempt(timeout) until it succeeds: the only retry layer there is."""
@@ -325,35 +346,39 @@ def error_text(response: requests.Response, path: str) -> str:
     return error if isinstance(error, str) else json.dumps(error)
 
 
-def parse_choice(choice: dict, logprobs: int, restricted: bool) -> Completion:
-    """One choice of a /v1/completions answer. No Python loop over tokens: this bounds tokens per second.
+def parse_choice(choice: dict, width: int, restricted: bool, scored: bool = True) -> Completion:
+    """One choice of an answer: the `width` most likely tokens, and candidate sets where `restricted`.
 
-    Per token the server sends {"token_id:N": logp} for its `logprobs` most likely ids, and for the sampled id
-    on top of them when it is not one. The order of the entries means nothing. The top list leaves that extra
-    one out, or it would depend on what was sampled
-    (tests/test_client.py::test_top_list_leaves_the_extra_token_out).
+    Per token the server lists its most likely ids, and the sampled id with them when it is not one. The order
+    of the entries means nothing. The top list leaves that extra one out, or it would depend on what was
+    sampled (tests/test_client.py::test_top_list_leaves_the_extra_token_out).
     """
-    if choice.get("token_ids") is None or choice.get("logprobs") is None:
+    if choice.get("token_ids") is None or (scored and choice.get("logprobs") is None):
         raise ServerError("the answer has no token ids or log-probabilities: is this a vLLM server?", 400)
     token_ids = np.asarray(choice["token_ids"], dtype=np.int32)  # [L]
-    entries = choice["logprobs"]["top_logprobs"]
     length = len(token_ids)
-    if len(entries) != length:
-        raise ServerError(f"the answer has {length} token ids but {len(entries)} log-probabilities", 400)
-    counts = np.fromiter(map(len, entries), dtype=np.int64, count=length)  # [L]
-    ids, logp = entry_arrays(entries, int(counts.sum()))  # [C], C = all entries, token after token
-    token = np.repeat(np.arange(length), counts)  # [C]
-    sampled = ids == token_ids[token]
-    if np.count_nonzero(sampled) != length:
-        raise ServerError("the answer lacks the log-probability of a sampled token", 400)
-    possible = logp > OUTSIDE
-    sampled_logp = logp[sampled]
-    topk_ids, topk_logp = (
-        most_likely(ids, logp, token, sampled, counts, logprobs) if logprobs else (None, None)
-    )
-    candidates = None
-    if restricted:  # a sampled token outside its own set makes the set unusable: empty = whole vocabulary
-        candidates = ragged(ids, token, possible & (sampled_logp > OUTSIDE)[token], length)
+    sampled_logp = np.full(length, np.nan)
+    topk_ids = topk_logp = candidates = None
+    mask = choice.get("sampling_mask")
+    if scored:
+        ids, logp, counts = listed_tokens(choice["logprobs"])  # [C], [C], [L]; C = all entries
+        if len(counts) != length:
+            raise ServerError(f"the answer has {length} token ids but {len(counts)} log-probabilities", 400)
+        token = np.repeat(np.arange(length), counts)  # [C]
+        sampled = ids == token_ids[token]
+        if np.count_nonzero(sampled) != length:
+            raise ServerError("the answer lacks the log-probability of a sampled token", 400)
+        sampled_logp = logp[sampled]
+        if width:
+            topk_ids, topk_logp = most_likely(ids, logp, token, sampled, counts, width)
+        if restricted and mask is not None:
+            if len(mask) != length:
+                raise ServerError(f"the answer has {length} token ids but {len(mask)} sampling masks", 400)
+            candidates = flat(mask, np.int32), np.cumsum([0, *map(len, mask)])
+        elif (
+            restricted
+        ):  # a sampled token outside its own set makes the set unusable: empty = whole vocabulary
+            candidates = ragged(ids, token, (logp > OUTSIDE) & (sampled_logp > OUTSIDE)[token], length)
     return Completion(
         token_ids=token_ids,
         logp=sampled_logp.astype(np.float32),
@@ -361,22 +386,39 @@ def parse_choice(choice: dict, logprobs: int, restricted: bool) -> Completion:
         topk_logp=topk_logp,
         candidate_ids=candidates,
         finish_reason=choice["finish_reason"],
+        masked=mask is not None,
         versions=token_versions(choice.get("weight_versions"), length),
     )
 
 
-def entry_arrays(entries: list[dict], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """All entries of all tokens, flat: ids int32 [C] and log-probabilities float64 [C]."""
-    text = " ".join(itertools.chain.from_iterable(entries))
-    if text.count(TOKEN_ID) != count:
+def listed_tokens(logprobs: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What is listed with every token, flat: ids int32 [C], log-probabilities float64 [C], counts int64 [L].
+
+    /v1/completions keys {"token_id:N": logp}: no Python loop over its tokens, this bounds tokens per second.
+    """
+    if "content" in logprobs:
+        lists = [token["top_logprobs"] for token in logprobs["content"]]
+        ids = np.array([id_of(entry) for entries in lists for entry in entries], dtype=np.int32)
+        logp = np.array([entry["logprob"] for entries in lists for entry in entries], dtype=np.float64)
+        return ids, logp, np.array(list(map(len, lists)), dtype=np.int64)
+    lists = logprobs["top_logprobs"]
+    counts = np.fromiter(map(len, lists), dtype=np.int64, count=len(lists))
+    text = " ".join(itertools.chain.from_iterable(lists))
+    if text.count(TOKEN_ID) != counts.sum():
         raise ServerError(
             "log-probabilities are keyed by text; the server must honour return_tokens_as_token_ids", 400
         )
     ids = np.fromstring(text.replace(TOKEN_ID, ""), dtype=np.int32, sep=" ")
-    logp = np.fromiter(
-        itertools.chain.from_iterable(map(dict.values, entries)), dtype=np.float64, count=count
-    )
-    return ids, logp
+    return ids, flat(map(dict.values, lists), np.float64), counts
+
+
+def id_of(entry: dict) -> int:
+    """Of an entry of the token endpoint; before vLLM 0.32 it is {"token": "token_id:N"}."""
+    return entry["token_id"] if "token_id" in entry else int(entry["token"].removeprefix(TOKEN_ID))
+
+
+def flat(lists, dtype) -> np.ndarray:
+    return np.fromiter(itertools.chain.from_iterable(lists), dtype=dtype)
 
 
 def most_likely(ids, logp, token, sampled, counts, width: int) -> tuple[np.ndarray, np.ndarray]:

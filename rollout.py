@@ -50,6 +50,7 @@ from conversation import (
 )
 from messages import EndMessage, GroupMessage, MetricsMessage
 from packing import Sample
+from questions import needed_logprobs
 from routing import Load, Routing
 from scoring import (
     Group,
@@ -290,7 +291,9 @@ class RolloutLoop:
         group = place.flight.group
         place.turns += 1
         seed = request_seed(options.seed, group.group_id, place.flight.attempt, place.index, place.turns)
-        head = options.num_sampler_logprobs if options.score_centering else 0
+        logprobs = (
+            None if place.flight.prefix else needed_logprobs(options)
+        )  # nothing is trained in an evaluation
         request = dict(
             prompt_ids=[int(token) for token in prompt_ids],
             max_tokens=options.max_completion_length,
@@ -299,7 +302,7 @@ class RolloutLoop:
             top_k=options.top_k,
             min_p=options.min_p or 0.0,
             seed=seed,
-            logprobs=options.top_k or head,  # the candidate set holds the head
+            logprobs=logprobs,
             stop_token_ids=sorted(self.eos_ids),
             cache_salt=str(self.link.version.value),  # never the keys and values of older weights
             deadline=place.deadline,
@@ -312,7 +315,7 @@ class RolloutLoop:
             output_ids=answer.token_ids.tolist(),
             output_logp=answer.logp,
             candidate_ids=answer.candidate_ids,
-            topk=(answer.topk_ids[:, :head], answer.topk_logp[:, :head]) if head else None,
+            topk=None if answer.topk_ids is None else (answer.topk_ids, answer.topk_logp),
             versions=answer.versions,
         )
 
@@ -370,6 +373,7 @@ class RolloutLoop:
         for _ in range(SCORE_QUEUE):
             self._spawn(self._score_groups())
         await self._until(lambda: self.link.allowance.value > 0, "the first weights to reach the servers")
+        await self.routing.choose_endpoints()
         await self.routing.look()
         self._spawn(self.routing.watch())
         if self.eval_rows:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from client import Completion, Server, ServerError
 from conversation import RolloutError
+from questions import choose_endpoint, price
 
 POLL_S = 5.0  # between two looks at a server's /metrics
 
@@ -161,6 +162,17 @@ class Routing:
                 print(f"{load.server.url} is up again, with the current weights", flush=True)
             elif was_up and not load.is_up:
                 print(f"{load.server.url} lacks the current weights and is asked for nothing", flush=True)
+
+    async def choose_endpoints(self) -> None:
+        """Ask every server where to send requests, and say what they cost."""
+        up, call = list(filter(self.up, self.loads)), asyncio.get_running_loop().run_in_executor
+        asked = [call(self._helpers, choose_endpoint, load.server, self.options) for load in up]
+        whys = await asyncio.gather(*asked)
+        for load, why in zip(up, whys, strict=True):
+            if load.number == up[0].number or why != whys[0]:
+                print(
+                    f"{load.server.url}: {price(self.options, load.server.masks)}. Asked at {why}", flush=True
+                )
 
     # ---- their load
 

@@ -37,9 +37,10 @@ def random_answer(body: dict):
     entries = []
     for token in ids:
         others = [i for i in range(3, VOCABULARY) if i != token]
-        listed = {
-            i: -1.0 - 0.1 * rank for rank, i in enumerate(draw.sample(others, max(body["logprobs"] - 1, 0)))
-        }
+        draw.shuffle(others)
+        rest = others[: max((body["logprobs"] or 0) - 1, 0)]
+        outside = (body["top_k"] or VOCABULARY) - 1  # ranks from here on could not be sampled
+        listed = {i: -1.0 - 0.1 * rank if rank < outside else -9999.0 for rank, i in enumerate(rest)}
         entries.append({token: -0.5, **listed})
     return ids, entries, "stop"
 
@@ -61,6 +62,25 @@ def choice_of(ids: list[int], entries: list[dict], finish_reason: str) -> dict:
     }
 
 
+def token_choice_of(ids: list[int], entries: list[dict], finish_reason: str, width: int | None) -> dict:
+    """One element of `choices` at the token endpoint: lists are cut to `width`, the sampled token first."""
+
+    def listed(token, logps):
+        order = {token: logps[token]} | logps
+        named = [{"token_id": i, "logprob": p, "rank": r} for r, (i, p) in enumerate(order.items(), 1)]
+        return named[0] | {"top_logprobs": named[: max(width, 1)]}
+
+    content = None if width is None else [listed(i, e) for i, e in zip(ids, entries, strict=True)]
+    return {
+        "index": 0,
+        "token_ids": ids,
+        "finish_reason": finish_reason,
+        "stop_reason": None,
+        "sampling_mask": None,
+        "logprobs": content and {"content": content},
+    }
+
+
 class Http(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128  # connections that arrive at once; with fewer some wait a second
@@ -73,6 +93,9 @@ class FakeServer:
         self.requests: list[dict] = []
         self.calls: list[tuple[str, dict]] = []
         self.delay_s = 0.0  # every completion takes this long
+        self.tokens = False  # is there a token endpoint too?
+        self.masks = False  # does it name the tokens that could be sampled?
+        self.token_delay_s = 0.0  # its answers take this long
         self.gate: threading.Event | None = None  # completions wait for it
         self.weight_versions: list[dict] | None = None
         self.load = {"usage": 0.1, "running": 0, "waiting": 0, "preemptions": 0, "capacity": 64000}
@@ -131,6 +154,8 @@ class FakeServer:
             return self.reply(http, *self.replies[parts.path])
         if parts.path == "/v1/completions":
             return self.complete(http, body)
+        if parts.path == "/inference/v1/generate" and self.tokens:
+            return self.complete(http, {"prompt": body["token_ids"], **body["sampling_params"]}, tokens=True)
         self.reply(http, *self.control(parts.path, dict(parse_qsl(parts.query))))
 
     def control(self, path: str, query: dict) -> tuple[int, object]:
@@ -153,13 +178,13 @@ class FakeServer:
             "/finish_weight_update": (200, {"message": "Weight update finished"}),
         }.get(path, (404, {"detail": "Not Found"}))
 
-    def complete(self, http, body: dict) -> None:
+    def complete(self, http, body: dict, tokens: bool = False) -> None:
         with self._lock:
             self.requests.append(body)
             step = self.script.pop(0) if self.script else "200"
         if self.gate is not None:
             self.gate.wait(30)
-        time.sleep(self.delay_s)
+        time.sleep(self.token_delay_s if tokens else self.delay_s)
         if step == "reset" or self.dead:
             linger = struct.pack("ii", 1, 0)
             http.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
@@ -170,6 +195,14 @@ class FakeServer:
             http.close_connection = True
         elif step == "200" and self.vocabulary and max(body["prompt"]) >= self.vocabulary:
             self.reply(http, 400, {"error": {"message": "Token id is out of vocabulary"}})
+        elif step == "200" and self.masks and not body["top_k"]:
+            self.reply(http, 400, {"error": {"message": "a sampling mask requires top_k"}})
+        elif step == "200" and tokens:
+            self.reply(http, 200, {"choices": [self.token_choice(body)]})
+        elif step in ("truncated", "cut"):  # by whoever wrote it; on its way
+            data = json.dumps({"choices": [choice_of(*self.answer(body))]})
+            self.reply(http, 200, data[: len(data) // 2], length=len(data) if step == "cut" else None)
+            http.close_connection = True
         elif step == "200":
             choice = choice_of(*self.answer(body))
             if self.weight_versions is not None:
@@ -182,12 +215,21 @@ class FakeServer:
             )
             self.reply(http, status, content)
 
-    def reply(self, http, status: int, content) -> None:
+    def token_choice(self, body: dict) -> dict:
+        ids, entries, finish_reason = self.answer(body)
+        choice = token_choice_of(ids, entries, finish_reason, body["logprobs"])
+        if self.weight_versions is not None:
+            choice["weight_versions"] = self.weight_versions
+        if self.masks:
+            choice["sampling_mask"] = [sorted(e)[: body["top_k"]] for e in entries]
+        return choice
+
+    def reply(self, http, status: int, content, length: int | None = None) -> None:
         data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
         try:
             http.send_response(status)
             http.send_header("Content-Type", "text/plain" if isinstance(content, str) else "application/json")
-            http.send_header("Content-Length", str(len(data)))
+            http.send_header("Content-Length", str(length or len(data)))
             http.end_headers()
             http.wfile.write(data)
             http.wfile.flush()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_server import FakeServer, choice_of
+from fake_server import FakeServer, choice_of, token_choice_of
 
 import client
 from client import Server, ServerError, parse_choice, parse_metrics
@@ -108,6 +108,14 @@ def test_a_request_that_the_server_aborted_is_asked_for_again():
         assert ask(server).finish_reason == "stop" and server.retry_count == 1
 
 
+def test_503_of_a_paused_server_and_an_answer_cut_short_are_asked_for_again():
+    for fault in ("503", "truncated", "cut"):
+        with FakeServer() as fake:
+            fake.script = [fault, fault, "200"]
+            server = Server(fake.url, timeout=5, backoff_s=0.001)
+            assert ask(server).finish_reason == "stop" and server.retry_count == 2, fault
+
+
 # ---- what is sent
 
 
@@ -120,6 +128,45 @@ def test_every_sampling_field_is_sent():
     expected |= {"return_tokens_as_token_ids": True, "return_weight_versions": True, "presence_penalty": 0.0}
     assert {name: body.get(name) for name in expected} == expected
     assert "stream" not in body
+
+
+def test_token_endpoint_gets_the_same_settings_and_one_more_log_probability():
+    """A sampled token that is not among the listed ones takes the place of the last of them there."""
+    with FakeServer() as fake:
+        fake.tokens, server = True, Server(fake.url, 5)
+        settings = dict(temperature=0.7, top_k=5, min_p=0.1, stop_token_ids=[2], cache_salt="3")
+        ask(server, logprobs=2, **settings)
+        server.endpoint = client.TOKENS
+        for logprobs, masks, asked in [(2, False, 6), (2, True, 3), (0, True, 0), (None, False, None)]:
+            server.masks = masks
+            ask(server, logprobs=logprobs, **settings)
+            path, body = fake.calls[-1]
+            assert path == "/inference/v1/generate" and body["token_ids"] == PROMPT
+            assert body["sampling_params"]["logprobs"] == asked and body["cache_salt"] == "3"
+        completion = fake.calls[0][1]
+        assert completion["logprobs"] == 5, "the candidate set is read from them"
+        assert body["sampling_params"].items() <= (completion | {"logprobs": None}).items()
+        assert set(completion) - set(body["sampling_params"]) == {
+            *(
+                "prompt",
+                "return_token_ids",
+                "return_tokens_as_token_ids",
+                "return_weight_versions",
+                "cache_salt",
+            )
+        }
+
+
+def test_both_endpoints_are_read_alike():
+    for settings in ({"logprobs": 8}, {"logprobs": 0}, {"logprobs": 3, "top_k": 6}, {"logprobs": None}):
+        with FakeServer() as fake:
+            fake.tokens, server = True, Server(fake.url, 5)
+            first = ask(server, **settings)
+            server.endpoint = client.TOKENS
+            second = ask(server, **settings)
+        assert (second.candidate_ids is not None) == ("top_k" in settings)
+        for one, two in zip(vars(first).values(), vars(second).values(), strict=True):
+            np.testing.assert_equal(one, two)
 
 
 def test_pause_names_its_mode_in_the_query():
@@ -216,7 +263,7 @@ def test_sampled_token_is_found_by_id():
     positions = given["server_reply_positions"]
     ids = [p["sampled"] for p in positions]
     entries = [{int(i): logp for i, logp in p["returned"].items()} for p in positions]
-    answer = parse_choice(choice_of(ids, entries, "length"), logprobs=2, restricted=False)
+    answer = parse_choice(choice_of(ids, entries, "length"), width=2, restricted=False)
     np.testing.assert_allclose(answer.logp, expect["old_log_probs"], atol=1e-6)
     assert [sorted(row) for row in answer.topk_ids.tolist()] == expect["top_tokens_used_for_score_centering"]
     mass = np.exp(answer.topk_logp.astype(np.float64)).sum(axis=1)
@@ -271,6 +318,81 @@ def test_candidate_set_is_what_could_be_sampled():
         assert np.exp(row).sum() == pytest.approx(1, abs=1e-5)
 
 
+def test_token_endpoint_is_read_as_recorded():
+    content = choice("generate_tokens")
+    answer = parse_choice(content, 4, restricted=True)
+    listed = [entry["token_id"] for entry in content["logprobs"]["content"][0]["top_logprobs"]]
+    assert answer.topk_ids[0].tolist() == listed and answer.token_ids.tolist() == content["token_ids"]
+    np.testing.assert_allclose(answer.logp[:2], [-1.561630368232727, 0.0])
+    assert answer.topk_ids[1].tolist() == [3575, -1, -1, -1] and answer.versions.tolist() == [-1] * 6
+    values, offsets = answer.candidate_ids
+    assert values[: offsets[1]].tolist() == listed and values[offsets[1] : offsets[2]].tolist() == [3575]
+    alone = parse_choice(choice("generate_weight_versions"), 0, restricted=False)
+    assert alone.logp[0] == pytest.approx(-2.8041050) and alone.topk_ids is None
+    assert alone.versions.tolist() == [7] * 10 + [8] * 14
+
+
+def test_older_token_endpoints_name_tokens_in_words():
+    """vLLM 0.28 to 0.31 answer in the shape of a chat."""
+    content = choice("generate_tokens")
+    new = parse_choice(content, 4, restricted=True)
+    for token in content["logprobs"]["content"]:
+        for entry in token["top_logprobs"]:
+            entry["token"] = f"token_id:{entry.pop('token_id')}"
+    old = parse_choice(content, 4, restricted=True)
+    np.testing.assert_array_equal(old.topk_ids, new.topk_ids)
+    np.testing.assert_array_equal(old.candidate_ids[0], new.candidate_ids[0])
+
+
+def test_top_list_of_the_token_endpoint_does_not_depend_on_what_was_sampled():
+    """Asked for 2, so for 3: a token outside the list comes first, and the two most likely ones after it."""
+    entries = [{9: -6.0, 5: -1.0, 6: -2.0, 7: -3.0}, {6: -2.0, 5: -1.0, 7: -3.0, 9: -6.0}]
+    answer = parse_choice(token_choice_of([9, 6], entries, "length", width=3), 2, restricted=False)
+    assert answer.topk_ids.tolist() == [[5, 6], [5, 6]] and answer.logp.tolist() == [-6.0, -2.0]
+
+
+def test_sampling_mask_is_the_candidate_set():
+    entries = [{9: -1.0, 5: -1.5}, {4: -0.5, 6: -2.0}]
+    content = token_choice_of([9, 4], entries, "stop", 2) | {"sampling_mask": [[3, 5, 9], [4]]}
+    answer = parse_choice(content, 1, restricted=True)
+    assert answer.masked and answer.topk_ids.tolist() == [[9], [4]]
+    assert answer.candidate_ids[0].tolist() == [3, 5, 9, 4] and answer.candidate_ids[1].tolist() == [0, 3, 4]
+    with pytest.raises(ServerError, match="2 token ids but 1 sampling masks"):
+        parse_choice(content | {"sampling_mask": [[4]]}, 1, restricted=True)
+
+
+def filtered(logits, temperature: float, order) -> np.ndarray:
+    """Log-probabilities after filters in the given order, each on what the one before has left."""
+    logp = np.array(logits) / temperature
+    for name, value in order:
+        p = np.exp(logp - np.logaddexp.reduce(logp))
+        falling = np.sort(p)[::-1]
+        if name == "min_p":
+            floor = value * p.max()
+        elif name == "top_k":
+            floor = falling[value - 1]
+        else:
+            floor = falling[np.searchsorted(np.cumsum(falling), value)]
+        logp = np.where(p >= floor, logp, -np.inf)
+    return logp - np.logaddexp.reduce(logp)
+
+
+def test_candidate_set_is_the_servers_in_whatever_order_it_filters():
+    """min_p before top_p, as vLLM does it, keeps other tokens than after it: only the server can tell."""
+    logits, k = np.log([0.4, 0.3, 0.1, 0.06, 0.06, 0.04, 0.04]), 5
+    filters = [("min_p", 0.2), ("top_k", k), ("top_p", 0.85)]
+    sets = []
+    for order in (filters, filters[1:] + filters[:1]):
+        logp = filtered(logits, 1.0, order)
+        listed = {int(i): max(logp[i], -9999.0) for i in np.argsort(-logp, kind="stable")[:k]}
+        answer = parse_choice(choice_of([1], [listed], "length"), 2, restricted=True)
+        kept = sorted(answer.candidate_ids[0].tolist())
+        renormalised = logits[1] - np.logaddexp.reduce(logits[kept])  # what the trainer compares with
+        assert answer.logp[0] == pytest.approx(renormalised, abs=1e-6), "an unchanged policy has ratio 1"
+        sets.append(kept)
+    assert sets == [[0, 1], [0, 1, 2]], "the two orders differ here"
+
+
 def test_token_outside_its_own_candidate_set_gets_an_empty_one():
     answer = parse_choice(choice_of([9, 4], [{9: -9999.0, 5: 0.0}, {4: 0.0}], "stop"), 1, restricted=True)
     assert answer.candidate_ids[1].tolist() == [0, 0, 1]
@@ -282,7 +404,15 @@ def test_no_log_probabilities_but_the_sampled_ones():
     assert answer.finish_reason == "stop" and answer.token_ids[-1] == 2
 
 
+def test_nothing_is_read_where_no_log_probabilities_were_asked_for():
+    answer = parse_choice(choice("completions_finish_stop_eos") | {"logprobs": None}, 0, False, scored=False)
+    assert np.isnan(answer.logp).all() and len(answer.logp) == len(answer.token_ids) > 0
+
+
 def test_answers_that_cannot_be_trusted_are_refused():
+    content = choice_of([9, 8], [{9: -1.0}, {8: -1.0}], "stop")
+    with pytest.raises(ServerError, match="3 token ids but 2 log-probabilities"):
+        parse_choice(content | {"token_ids": [9, 8, 7]}, 1, False)
     with pytest.raises(ServerError, match="keyed by text"):
         parse_choice(choice("completions_logprobs8_text_keys"), 8, False)
     with pytest.raises(ServerError, match="no token ids"):

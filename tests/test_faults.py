@@ -600,6 +600,7 @@ def refused(monkeypatch, capsys, tmp_path, alone):
                 monkeypatch.setattr(train, name, never)
         command = ["train.py", *BASE, "--output_dir", str(tmp_path / "out"), *map(str, arguments)]
         monkeypatch.setattr(sys, "argv", command)
+        capsys.readouterr()  # what a server that was started here has said
         with pytest.raises(SystemExit) as ended:
             train.main()
         assert ended.value.code == 2

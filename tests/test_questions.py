@@ -10,9 +10,19 @@ from pathlib import Path
 import pytest
 from fake_server import VOCABULARY, FakeServer
 
-from client import Server, ServerError
+from client import COMPLETIONS, TOKENS, Server, ServerError
 from options import OptionError, Options
-from questions import Facts, check_server, facts_of, misfits, needed_logprobs, probed, remarks
+from questions import (
+    Facts,
+    check_server,
+    choose_endpoint,
+    facts_of,
+    misfits,
+    needed_logprobs,
+    price,
+    probed,
+    remarks,
+)
 
 DATA = Path(__file__).parent / "data" / "vllm"
 SHAPED = dict(temperature=0.7, top_k=5)
@@ -33,7 +43,7 @@ def vllm(fake: FakeServer, mode: str = "processed_logprobs", **config) -> Server
         scale = body["temperature"] if mode == "processed_logprobs" else 1.0
         weights = [math.exp(-rank / scale) for rank in range(VOCABULARY)]
         logp = {7 + rank: math.log(w / sum(weights)) for rank, w in enumerate(weights)}
-        return [8], [dict(list(logp.items())[: max(body["logprobs"], 2)])], "length"
+        return [8], [dict(list(logp.items())[: max(body["logprobs"] or 0, 2)])], "length"
 
     fake.answer = answer
     if config:
@@ -135,3 +145,51 @@ def test_paused_server_is_not_asked_to_sample():
         fake.paused = True
         check_server(vllm(fake), options_of(**SHAPED), VOCABULARY)
         assert not fake.requests
+
+
+# ---- the endpoint
+
+
+def test_server_without_a_token_endpoint_is_asked_at_the_other():
+    disabled = recorded("nodev_generate_disabled")
+    for status, answer in ((404, {"detail": "Not Found"}), (disabled["status"], disabled["json"])):
+        with FakeServer() as fake:
+            fake.replies[TOKENS] = (status, answer)
+            server = Server(fake.url, 5)
+            assert f"no requests at {TOKENS}" in choose_endpoint(server, options_of())
+        assert server.endpoint == COMPLETIONS and not fake.requests
+
+
+@pytest.mark.parametrize("slow", [COMPLETIONS, TOKENS])
+def test_faster_endpoint_is_used(slow):
+    with FakeServer() as fake:
+        fake.tokens, server = True, Server(fake.url, 5)
+        fake.delay_s, fake.token_delay_s = (0.3, 0.0) if slow == COMPLETIONS else (0.0, 0.3)
+        why = choose_endpoint(server, options_of())
+    assert server.endpoint != slow and server.endpoint in why and "tokens/s" in why and not server.masks
+
+
+def test_sampling_masks_are_used_where_the_server_has_them():
+    for top_k, masks in ((5, True), (0, False)):
+        with FakeServer() as fake:
+            fake.tokens = True
+            fake.masks, server = True, Server(fake.url, 5)
+            if not top_k:  # such a server was refused before; it would refuse the request, too
+                assert "no requests" in choose_endpoint(server, options_of())
+            else:
+                assert "could be sampled" in choose_endpoint(server, options_of(top_k=5))
+                assert server.endpoint == TOKENS
+            assert server.masks == masks
+
+
+def test_price_of_a_request_is_told_in_a_line():
+    quarter = (
+        "8 log-probabilities: vLLM then makes about a quarter of the tokens per second it makes with none"
+    )
+    assert quarter in price(options_of(), masks=False)
+    assert "--num_sampler_logprobs or --score_centering false asks for less" in price(options_of(), False)
+    assert "about six tenths" in price(options_of(score_centering=False), False)
+    assert "64 log-probabilities: vLLM then makes less than a quarter" in price(options_of(top_k=64), False)
+    assert "a lower --top_k" in price(options_of(top_k=64), False)
+    assert quarter in price(options_of(top_k=64), masks=True), "the set comes without"
+    assert "no log-probabilities" in price(options_of(rollout_only=True), False)
