@@ -384,7 +384,9 @@ def row_cost_from_config(config) -> RowCost:
     kinds = read("layer_types", default=["sliding_attention" if window else "full_attention"] * layers)
     linear = sum("linear" in kind for kind in kinds)
     windowed = sum("sliding" in kind or "chunked" in kind for kind in kinds) if window else 0
-    attention = 2 * hidden * head_dim * (2 * heads + 2 * kv_heads + bool(read("attn_output_gate")) * heads)
+    family = str(read("model_type", default=""))  # these gate their output whether or not the file says so
+    gated = bool(read("attn_output_gate", default=family.startswith(("qwen3_next", "qwen3_5"))))
+    attention = 2 * hidden * head_dim * (2 * heads + 2 * kv_heads + gated * heads)
 
     dense = 6 * hidden * read("intermediate_size", default=4 * hidden)
     experts = read("num_experts", "num_local_experts", "n_routed_experts")

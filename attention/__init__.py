@@ -15,6 +15,8 @@ every layer and for the second forward of gradient checkpointing. A backend is a
 
 On a CUDA device "auto" is triton, except for what its kernels refuse (float64, head sizes above 256).
 
+Layers that carry a state along instead (hybrid models) get the same index; `check` connects them (delta.py).
+
 A layer's options are honoured or refused, never ignored: a lost mask or bias trains another model than the
 one that sampled. And no layer ever falls back to ordinary attention when the index does not arrive.
 """
@@ -30,6 +32,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function
+
+from attention import delta
 
 BACKENDS = {"reference": "reference", "triton": "tree"}  # name -> module of this package
 
@@ -54,6 +58,7 @@ class Index:
     length: int  # N
     plan: Any
     attend: Callable
+    recurrence: delta.Plan  # for layers that carry a state along
 
 
 def register() -> None:
@@ -76,11 +81,12 @@ def _index(subtree_end: torch.Tensor, position_ids: torch.Tensor, backend: str =
         raise ValueError(
             f"attention backend {backend!r} is unknown: choose auto or one of {', '.join(BACKENDS)}"
         )
+    recurrence = delta.Plan(subtree_end, position_ids, plain=backend == "reference")
     if backend == "auto" and subtree_end.is_cuda and find_spec("triton"):
         plans = [_module(name).plan(subtree_end, position_ids) for name in ("triton", "reference")]
-        return Index(len(subtree_end), plans, _attend_fastest)
+        return Index(len(subtree_end), plans, _attend_fastest, recurrence)
     module = _module("reference" if backend == "auto" else backend)
-    return Index(len(subtree_end), module.plan(subtree_end, position_ids), module.attend)
+    return Index(len(subtree_end), module.plan(subtree_end, position_ids), module.attend, recurrence)
 
 
 def _module(backend: str):
@@ -176,6 +182,7 @@ def check(model: torch.nn.Module, backend: str = "auto") -> None:
                 └─ 8 9 10 11            must equal 0 1 2 3 8 9 10 11 alone
         12 13 14 15                     must equal itself alone
     """
+    delta.hook(model)
     config = model.config.get_text_config()
     refusal = f"model type {config.model_type!r} cannot be trained on trees: "
     if config._attn_implementation != "tree":
