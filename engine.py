@@ -1,0 +1,648 @@
+"""What the embedded sampler computes: continuous batching, sampling and weight updates on plain transformers.
+
+    slot 0  |prompt a......|answer......|            one forward is one row of tokens: the newest token of
+    slot 1  |prompt b..|answer....|                  every decoding slot, then runs of prompts still to be
+    slot 2  |prompt c.........~~~~~~~ (prefilling)   read. Each token's key and value go to (slot, position).
+    slot 3  free
+
+Decoding requests hold slots 0 .. decoding-1 and prefilling ones the slots after them, so a decode step
+attends over views of the cache. A request leaves by the last one moving into its hole. One thread does all
+that touches this, a forward or a command at a time: the commands of the HTTP threads run between forwards.
+
+transformers' own continuous batching draws a whole batch from one random generator (a request's tokens would
+depend on its company), returns the log-probability of the sampled token alone, and keeps the keys and values
+of the old weights over a pause.
+
+Must never: run a forward while weights are being loaded, or after an update that failed half-way
+(tests/test_serve.py::test_after_a_failed_update_only_a_complete_one_makes_resume_safe); keep a key of an old
+policy (::test_a_request_over_an_update_is_old_policy_then_new_policy); return a log-probability of another
+distribution than the one sampled from (::test_logprobs_are_those_of_the_distribution_sampled_from).
+Letters in shapes: N tokens of a forward, R rows of logits, T positions of a slot, the others as everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import traceback
+from collections import Counter, deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from sync import GlooGroup, packed_chunks
+
+FILTERED = -9999.0  # how a log-probability of -inf is written in JSON
+STEP_TOKENS = 2048  # tokens of one forward: bounds the activations of a prefill
+STEP_LOGITS = 1 << 27  # float32 logits of prompt scoring in one forward (512 MiB)
+GREEDY = 1e-5  # temperatures below this are greedy
+
+
+# ------------------------------------------------------------------------------------------ attention
+@dataclass
+class Step:
+    """Where the tokens of one forward live: one token of each decoding slot, then runs of prompts."""
+
+    address: torch.Tensor  # [N] int64, slot * T + position
+    position: torch.Tensor  # [N] int64
+    decoding: int  # the first tokens of the row are the newest ones of slots 0 .. decoding-1
+    longest: int  # keys of the longest decoding slot
+    runs: list[tuple[int, int, int, int]]  # (slot, its first token in the row, start, end position)
+    masks: dict = field(default_factory=dict)  # sliding window -> [decoding, 1, 1, longest] bool
+
+    def visible(self, window: int | None) -> torch.Tensor:
+        """[decoding, 1, 1, longest]: the keys each decoding slot's newest token may see."""
+        if window not in self.masks:
+            self.masks[window] = causal(self.position[: self.decoding], self.longest, window)[:, None, None]
+        return self.masks[window]
+
+
+def causal(position: torch.Tensor, keys: int, window: int | None) -> torch.Tensor:
+    """[queries, keys] bool: key index <= position of the query, and inside the sliding window."""
+    index = torch.arange(keys, device=position.device)
+    seen = index <= position[:, None]
+    return seen if window is None else seen & (index > position[:, None] - window)
+
+
+class SlotCache:
+    """Keys and values of every layer, [slots, T, G, D] each; a layer's are allocated when it first runs."""
+
+    def __init__(self, slots: int, length: int):
+        self.slots, self.length = slots, length
+        self.layers: dict[int, list[torch.Tensor]] = {}
+
+    def allocate(self, layer: int, *likes: torch.Tensor) -> None:
+        try:
+            # zeros: attention gives unwritten positions weight 0, and 0 times a NaN of old memory is NaN
+            self.layers[layer] = [
+                like.new_zeros(self.slots, self.length, like.shape[1], like.shape[3]) for like in likes
+            ]
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"no memory for layer {layer} of the KV cache: lower --max_num_seqs ({self.slots}) or "
+                f"--max_model_len ({self.length})"
+            ) from error
+
+    def write(self, layer: int, address: torch.Tensor, *news: torch.Tensor) -> list[torch.Tensor]:
+        """Store key and value, [1, G, N, D] each, at address [N]; returns the layer's buffers."""
+        for buffer, new in zip(self.layers[layer], news, strict=True):
+            buffer.flatten(0, 1).index_copy_(0, address, new[0].transpose(0, 1))
+        return self.layers[layer]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        for buffer in itertools.chain(*self.layers.values()):
+            buffer[target, :length] = buffer[source, :length]
+
+
+# What may arrive at an attention function without changing what it has to compute.
+HARMLESS = {"position_ids", "position_embeddings", "use_cache", "cache", "cache_position", "is_causal"}
+
+
+def check_attention(module, kwargs: dict) -> None:
+    """Refuse by name what `slot_attention` does not compute."""
+    extra = sorted(k for k, v in kwargs.items() if v is not None and v is not False and k not in HARMLESS)
+    extra += ["sinks"] * hasattr(module, "sinks")
+    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+        extra.append("bidirectional attention")
+    if extra:
+        refuse(f"{type(module).__name__} uses {', '.join(extra)}")
+
+
+def refuse(what: str):
+    raise NotImplementedError(f"{what}: the embedded sampler does not do that; serve this model with vLLM")
+
+
+def slot_attention(
+    module,
+    query: torch.Tensor,  # [1, H, N, D]
+    key: torch.Tensor,  # [1, G, N, D]
+    value: torch.Tensor,  # [1, G, N, D]
+    attention_mask,  # always None: a name without a mask function gets none from transformers
+    *,
+    slots: SlotCache,
+    step: Step,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs,
+):
+    """Attention over the slot cache, as an attention function of transformers; returns [1, N, H, D]."""
+    if module.layer_idx not in slots.layers:  # in the warm-up, so at start
+        check_attention(module, kwargs)
+        slots.allocate(module.layer_idx, key, value)
+    keys, values = slots.write(module.layer_idx, step.address, key, value)  # [slots, T, G, D]
+    heads, groups, width = query.shape[1], key.shape[1], value.shape[3]
+    out = query.new_empty(query.shape[2], heads, width)  # [N, H, D]
+    if count := step.decoding:
+        q = query[0, :, :count].transpose(0, 1).reshape(count, groups, heads // groups, -1)
+        k = keys[:count, : step.longest].transpose(1, 2)  # [count, G, T, D]
+        v = values[:count, : step.longest].transpose(1, 2)
+        attended = attend(q, k, v, step.visible(sliding_window), scaling, softcap)  # [count, G, H/G, D]
+        out[:count] = attended.reshape(count, heads, width)
+    for slot, first, start, end in step.runs:
+        last = first + end - start
+        q = query[0, :, first:last].unflatten(0, (groups, -1))  # [G, H/G, n, D]
+        k = keys[slot, :end].transpose(0, 1)[:, None].expand(-1, heads // groups, -1, -1)
+        v = values[slot, :end].transpose(0, 1)[:, None].expand(-1, heads // groups, -1, -1)
+        plain = start == 0 and softcap is None and (sliding_window is None or end <= sliding_window)
+        seen = None if plain else causal(step.position[first:last], end, sliding_window)
+        out[first:last] = attend(q, k, v, seen, scaling, softcap).flatten(0, 1).transpose(0, 1)
+    return out[None], None
+
+
+def attend(query, key, value, visible, scaling: float | None, softcap: float | None) -> torch.Tensor:
+    """softmax(scaling * query key^T) value where `visible`; None means causal and square."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, is_causal=visible is None, scale=scaling
+        )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = softcap * torch.tanh(query @ key.transpose(-1, -2) * scaling / softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+
+
+# ------------------------------------------------------------------------------------------- sampling
+def sample(logits: torch.Tensor, temperature, top_k, top_p, min_p, uniform):
+    """One token per row, and the log-probabilities of exactly the distribution it was drawn from.
+
+    logits [R, V] float32; the rest CPU tensors [R] float64 (top_k <= 0, top_p = 1, min_p = 0 are off).
+    Returns tokens [R] int64 and log-probabilities [R, V] float32, -inf where filtered. The token is the first
+    whose cumulative probability passes the row's `uniform`: one number in [0, 1) decides it, whoever shares
+    the batch. A row of temperature 0 takes the most likely token; its log-probabilities are those of
+    temperature 1, unfiltered, as vLLM reports them.
+    """
+    greedy = temperature < GREEDY
+    logits = logits / column(torch.where(greedy, 1.0, temperature).float(), logits)
+    logits = filtered(logits, top_k.masked_fill(greedy, 0), top_p.masked_fill(greedy, 1), min_p * ~greedy)
+    logp = logits.log_softmax(-1)
+    if bool(logp.isnan().any()):
+        raise FloatingPointError("the model's logits are NaN: its weights are broken")
+    # float64: a float32 sum over a large vocabulary would lose the rare tokens
+    cumulative = logp.exp().to(torch.float64).cumsum(-1)
+    drawn = torch.searchsorted(cumulative, column(uniform, logits) * cumulative[:, -1:], right=True)
+    return torch.where(column(greedy, logits), logits.argmax(-1, keepdim=True), drawn)[:, 0], logp
+
+
+def column(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """[R] -> [R, 1], beside the logits."""
+    return values.to(like.device)[:, None]
+
+
+def filtered(logits: torch.Tensor, top_k, top_p, min_p) -> torch.Tensor:
+    """[R, V] logits with -inf for what min-p, top-k and top-p leave out, one after the other, as in vLLM.
+
+    min-p keeps tokens with at least min_p times the largest probability; top-p keeps one while the more
+    likely ones of those left hold less than p. Ties with the last one kept stay.
+    """
+    if bool((min_p > 0).any()):
+        floor = logits.amax(-1, keepdim=True) + column(min_p.log().float(), logits)
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    limited = (top_k > 0) | (top_p < 1)
+    if bool(limited.any()):
+        size = logits.shape[-1]
+        top_k = torch.where(top_k > 0, top_k.clamp(max=size), size).long()
+        width = int(top_k[limited].max())  # only a top-p row without top-k needs the whole vocabulary
+        ordered = logits.topk(width).values  # [R, width], falling
+        kept = torch.arange(width, device=logits.device) < column(top_k, logits)
+        share = ordered.masked_fill(~kept, -torch.inf).softmax(-1).to(torch.float64)
+        before = share.cumsum(-1) - share
+        kept &= before < column(torch.where(top_p < 1, top_p, torch.inf), logits)
+        lowest = ordered.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
+        logits = logits.masked_fill((logits < lowest) & column(limited, logits), -torch.inf)
+    return logits
+
+
+def uniforms(seed: int, count: int) -> np.ndarray:
+    """The numbers in [0, 1) that decide a request's tokens. 32 bits each, so that their product with a
+    float64 sum of probabilities stays below the sum."""
+    generator = np.random.default_rng(seed % (1 << 64))
+    return generator.integers(0, 1 << 32, size=count) / float(1 << 32)
+
+
+# ------------------------------------------------------------------------------------------- requests
+@dataclass(eq=False)
+class Request:
+    """One completion: written by the engine's thread until `done`, read by the HTTP thread after it."""
+
+    tokens: list[int]  # the prompt, then what was generated
+    settings: SimpleNamespace  # temperature, top_k, top_p, min_p, logprobs, prompt_logprobs
+    eos_ids: frozenset[int]  # empty with ignore_eos
+    stop_ids: frozenset[int]
+    uniforms: np.ndarray  # [most tokens to generate] float64, one per generated token
+    prompt_length: int = field(init=False)
+    computed: int = 0  # leading tokens whose keys and values are in the cache
+    logp: list[float] = field(default_factory=list)
+    top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # ids, logp [logprobs] per token
+    prompt_scores: list[tuple] = field(default_factory=list)  # entry i is of token i + 1
+    marks: list[tuple[int, str]] = field(default_factory=list)  # (first output token, weight version)
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    done: Future = field(default_factory=Future)
+
+    def __post_init__(self):
+        self.prompt_length = len(self.tokens)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    def append(self, token: int) -> None:
+        """Take a sampled token and see whether it is the last."""
+        self.tokens.append(token)
+        if token in self.eos_ids:
+            self.finish_reason = "stop"
+        elif token in self.stop_ids:
+            self.finish_reason, self.stop_reason = "stop", token
+        elif self.generated == len(self.uniforms):
+            self.finish_reason = "length"
+
+    def weight_versions(self) -> list[dict]:
+        """Runs of output tokens made by one weight version."""
+        ends = [start for start, _ in self.marks[1:]] + [self.generated]
+        runs = zip(self.marks, ends, strict=True)
+        return [{"version": v, "start": start, "end": end} for (start, v), end in runs if end > start]
+
+
+# -------------------------------------------------------------------------------------------- weights
+class WeightReceiver:
+    """The receiving end of a trainer's stream of weights.
+
+    Names are those of `named_parameters`; `received` holds ids of parameters, as a tied head and its
+    embedding are one.
+    """
+
+    def __init__(self, model, timeout_s: float):
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.timeout_s = timeout_s
+        self.group = None
+        self.received: set[int] = set()
+
+    def join(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        packed: bool = False,
+        packed_buffer_size_bytes: int = 1 << 30,
+        packed_num_buffers: int = 2,  # overlaps streams on a GPU; changes no byte
+    ) -> None:
+        """Join the trainer's group; a second call leaves the first group."""
+        self.leave()
+        self.group = GlooGroup(master_address, master_port, rank_offset, world_size, self.timeout_s)
+        # a buffer of 0 bytes closes a chunk after every tensor: that is the stream of packed = false
+        self.buffer_bytes = packed_buffer_size_bytes if packed else 0
+
+    def leave(self) -> None:
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+
+    def receive(self, names: list[str], dtype_names: list[str], shapes: list) -> None:
+        """Copy a whole stream into the parameters. What cannot be loaded is an error after its end, so that
+        the group stays in step with the trainer and the next update can use it."""
+        if self.group is None:
+            raise RuntimeError("gloo weight transfer not initialized. Call init_transfer_engine() first.")
+        problems = []
+        try:
+            for chunk in packed_chunks(names, dtype_names, shapes, self.buffer_bytes):
+                buffer = torch.empty(sum(spec.nbytes for spec in chunk), dtype=torch.uint8)
+                self.group.broadcast(buffer)
+                for spec, data in zip(chunk, buffer.split([spec.nbytes for spec in chunk]), strict=True):
+                    parameter = self.parameters.get(spec.name)
+                    if parameter is None or parameter.shape != spec.shape:
+                        here = "unknown here" if parameter is None else f"{list(parameter.shape)} here"
+                        problems.append(f"{spec.name}, sent with shape {list(spec.shape)}, is {here}")
+                        continue
+                    parameter.copy_(data.view(spec.dtype).view(spec.shape))
+                    self.received.add(id(parameter))
+        except Exception:
+            self.leave()  # this end no longer knows where in the stream the trainer is
+            raise
+        if problems:
+            raise ValueError(problems[0])
+
+    def missing(self) -> list[str]:
+        return [name for name, p in self.parameters.items() if id(p) not in self.received]
+
+
+# --------------------------------------------------------------------------------------------- engine
+class Engine:
+    """Batched decoding on its own thread. Whatever touches its state runs there, between two forwards.
+
+    `options` are those of serve.py's command line.
+    """
+
+    def __init__(self, options):
+        self.options = options
+        self.name = options.served_model_name or options.model
+        self.model = load_model(options)
+        self.tokenizer = AutoTokenizer.from_pretrained(options.model)
+        self.eos_ids = eos_ids(self.model, self.tokenizer)
+        config = self.model.config.get_text_config()
+        self.vocab_size = self.model.get_input_embeddings().num_embeddings
+        self.max_model_len = options.max_model_len or config.max_position_embeddings
+        if self.max_model_len > config.max_position_embeddings:
+            limit = config.max_position_embeddings
+            raise ValueError(f"--max_model_len {self.max_model_len}: {options.model} has {limit} positions")
+        self.capacity = options.max_num_seqs * self.max_model_len  # tokens
+        self.cache = SlotCache(options.max_num_seqs, self.max_model_len)
+        self.weights = WeightReceiver(self.model, options.transfer_timeout)
+        self.version = "default"
+        self.running: list[Request] = []  # by slot: the decoding ones, then those with tokens to prefill
+        self.decoding = 0
+        self.waiting: deque[Request] = deque()
+        self.paused = self.updating = False
+        self.whole = True  # false after an update that failed: the weights may be a mixture of two policies
+        self.counters: Counter = Counter()
+        self.seeds = np.random.default_rng(options.seed)
+        self.piece = functools.lru_cache(maxsize=None)(self.piece)
+        self.error: Exception | None = None  # what a forward ended in: nothing runs after it
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self.stepping = False  # a step is queued
+        self.call(self.warm_up, config)
+
+    def warm_up(self, config) -> None:
+        """One forward of one token: allocates the cache, and refuses a model with anything else in it."""
+        kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+        if kinds or getattr(config, "attention_chunk_size", None):
+            refuse(f"{self.options.model} has {sorted(kinds) or 'chunked attention'} layers")
+        self.forward([0], [(0, 0, 0, 1)], decoding=1, rows=[0])
+        through, layers = len(self.cache.layers), config.num_hidden_layers
+        if through != layers:
+            refuse(
+                f"{through} of {layers} layers of {self.options.model} use transformers' attention interface"
+            )
+
+    # -- the thread
+    def post(self, function, *args) -> Future:
+        """Have `function` run on the engine's thread, between two forwards."""
+        return self.thread.submit(self.turn, function, *args)
+
+    def call(self, function, *args):
+        return self.post(function, *args).result()
+
+    @torch.inference_mode()
+    def turn(self, function, *args):
+        """Run a command or a step; another step is queued behind the commands that wait, if there is work."""
+        self.check()
+        try:
+            return function(*args)
+        finally:
+            if (self.running or self.waiting) and not (self.held() or self.stepping or self.error):
+                self.stepping = True
+                self.post(self.step)
+
+    def held(self) -> bool:
+        return self.paused or self.updating
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise RuntimeError(f"EngineCore encountered an issue: {self.error}")
+
+    # -- commands
+    def submit(self, requests: list[Request]) -> None:
+        self.waiting.extend(requests)
+
+    def abort(self, requests: list[Request]) -> None:
+        """End those that have not ended, with the tokens they have."""
+        for request in requests:
+            if request in self.waiting:
+                self.waiting.remove(request)
+                self.end(request, "abort")
+            elif request in self.running:
+                self.leave(request)
+                self.end(request, "abort")
+
+    def pause(self, mode: str) -> None:
+        """Stop before the next forward. Requests are held in place (keep) or ended with what they have."""
+        self.paused = True
+        if mode == "abort":
+            self.abort([*self.waiting, *self.running])
+
+    def resume(self) -> None:
+        if self.updating:
+            raise RuntimeError("a weight update is open: call finish_weight_update before resuming")
+        if not self.whole:
+            raise RuntimeError(
+                "the last weight update failed half-way, so the weights may be a mixture of two policies: "
+                "send one complete update (start, every parameter, finish) before resuming, or restart"
+            )
+        self.paused = False
+
+    def start_update(self) -> None:
+        """Open the window and forget all keys and values: every running request reads its prefix again."""
+        if self.updating:
+            raise RuntimeError(
+                "start_weight_update called while a weight update is already active. "
+                "Call finish_weight_update first."
+            )
+        self.updating = True
+        self.weights.received.clear()
+        self.counters["preemptions"] += sum(r.computed > 0 for r in self.running)
+        self.decoding = 0
+        for request in self.running:
+            request.computed = 0
+            if not request.generated:
+                request.prompt_scores.clear()  # scores of one prompt come from one policy
+
+    def update(self, info: dict) -> None:
+        if not self.updating:
+            raise RuntimeError("start_weight_update must be called before update_weights.")
+        try:
+            self.weights.receive(**info)
+        except BaseException:
+            self.updating, self.whole, self.paused = False, False, True
+            raise
+
+    def finish_update(self, version: str | None) -> None:
+        if not self.updating:
+            raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
+        self.updating = False
+        missing = self.weights.missing()
+        if missing and not self.whole:
+            raise RuntimeError(
+                f"after a failed update every parameter has to come in one window; {len(missing)} did not, "
+                f"{missing[0]} for one"
+            )
+        self.whole = True
+        if version is not None:
+            self.version = version
+            for request in self.running:
+                request.marks.append((request.generated, version))
+
+    # -- one forward and what follows from it
+    def step(self) -> None:
+        self.stepping = False
+        if self.held():  # by a command that came in between
+            return
+        try:
+            self.advance()
+        except Exception as error:
+            traceback.print_exc()
+            self.error = error
+
+    def advance(self) -> None:
+        """Admit requests, run one forward, and take what it gives: prompt scores and next tokens."""
+        while self.waiting and len(self.running) < self.options.max_num_seqs:
+            request = self.waiting.popleft()
+            request.marks.append((0, self.version))
+            self.counters["prompt_tokens"] += request.prompt_length
+            self.running.append(request)
+        runs = self.plan()
+        tokens, ready, rows, scored, scored_rows = [], [], [], [], []
+        for slot, first, start, end in runs:
+            request = self.running[slot]
+            tokens += request.tokens[start:end]
+            if request.settings.prompt_logprobs is not None:
+                begin, stop = len(request.prompt_scores), min(end, request.prompt_length - 1)
+                scored.append((request, begin, max(begin, stop)))
+                scored_rows += range(first + begin - start, first + stop - start)
+            if end == len(request.tokens):
+                rows.append(first + end - start - 1)
+                ready.append(request)
+            request.computed = end
+        logits = self.forward(tokens, runs, self.decoding, rows + scored_rows)
+        self.decoding = len(ready)
+        self.score_prompts(logits[len(ready) :], scored)
+        if ready:
+            self.sample(logits[: len(ready)], ready)
+
+    def plan(self) -> list[tuple[int, int, int, int]]:
+        """The tokens of the next forward, within its limits: runs (slot, first token in the row, start, end).
+
+        In slot order: the one new token of each decoding slot, then what is left of prefixes. Only the last
+        run can stop short of its request's end, so those ready to sample are the first slots.
+        """
+        runs, first = [], 0
+        scores = max(1, STEP_LOGITS // self.vocab_size)
+        for slot, request in enumerate(self.running):
+            left = len(request.tokens) - request.computed
+            take = min(left, STEP_TOKENS - first)
+            if request.settings.prompt_logprobs is not None and request.computed < request.prompt_length:
+                take = min(take, scores)
+                scores -= take
+            if take > 0:
+                runs.append((slot, first, request.computed, request.computed + take))
+                first += take
+            if take < left:
+                break
+        return runs
+
+    def forward(self, tokens: list[int], runs: list, decoding: int, rows: list[int]) -> torch.Tensor:
+        """Run one row of tokens [N] through the model; returns float32 logits [len(rows), V]."""
+        slot, first, start, end = np.array(runs).T  # [runs] each
+        position = np.arange(len(tokens)) + np.repeat(start - first, end - start)  # [N]
+        address = position + np.repeat(slot, end - start) * self.max_model_len  # [N]
+        device, longest = self.model.device, int(end[:decoding].max(initial=0))
+        packed = torch.from_numpy(np.stack([tokens, position, address])).to(device)
+        out = self.model(
+            input_ids=packed[:1],
+            position_ids=packed[1:2],
+            use_cache=False,
+            logits_to_keep=torch.tensor(rows, dtype=torch.int64, device=device),
+            slots=self.cache,
+            step=Step(packed[2], packed[1], decoding, longest, runs[decoding:]),
+        )
+        return out.logits[0].float()
+
+    def sample(self, logits: torch.Tensor, ready: list[Request]) -> None:
+        """Draw the next token of every ready request; those that end make room."""
+        settings = [r.settings for r in ready]
+        uniform = [r.uniforms[r.generated] for r in ready]
+        controls = [(s.temperature, s.top_k, s.top_p, s.min_p) for s in settings]
+        controls = [[*c, u] for c, u in zip(controls, uniform, strict=True)]
+        controls = torch.tensor(controls, dtype=torch.float64)
+        tokens, logp = sample(logits, *controls.unbind(-1))
+        wanted = [s.logprobs for s in settings if s.logprobs is not None]
+        if wanted:
+            chosen = logp.gather(-1, tokens[:, None])[:, 0].tolist()
+            top_logp, top_ids = logp.topk(max(wanted))
+            # numpy rows: lists of them would be a heap the garbage collector walks again and again
+            top_logp, top_ids = top_logp.clamp(min=FILTERED).cpu().numpy(), top_ids.cpu().numpy()
+        for row, (request, token) in enumerate(zip(ready, tokens.tolist(), strict=True)):
+            count = request.settings.logprobs
+            if count is not None:
+                request.logp.append(chosen[row])
+                request.top.append((top_ids[row][:count], top_logp[row][:count]))
+            request.append(token)
+        self.counters["generation_tokens"] += len(ready)
+        for request in [r for r in ready if r.finish_reason]:
+            self.leave(request)
+            self.end(request, request.finish_reason)
+
+    def score_prompts(self, logits: torch.Tensor, scored: list[tuple[Request, int, int]]) -> None:
+        """Log-probability and rank of each prompt token, and the most likely ones, at temperature 1."""
+        for request, begin, stop in scored:
+            logp = logits[: stop - begin].log_softmax(-1)
+            logits = logits[stop - begin :]
+            actual = torch.tensor(request.tokens[begin + 1 : stop + 1], device=logp.device)
+            actual_logp = logp.gather(-1, actual[:, None])
+            rank = (logp >= actual_logp).sum(-1)
+            top_logp, top_ids = logp.topk(request.settings.prompt_logprobs)
+            logps = (actual_logp[:, 0].clamp(min=FILTERED), top_logp.clamp(min=FILTERED))
+            columns = (actual, logps[0], rank, top_ids, logps[1])
+            request.prompt_scores += zip(*(column.tolist() for column in columns), strict=True)
+
+    def leave(self, request: Request) -> None:
+        """Free a request's slot. The decoding slots stay the first ones, and no slot is left empty."""
+        hole = self.running.index(request)
+        if hole < self.decoding:
+            self.decoding -= 1
+            self.move(self.decoding, hole)
+            hole = self.decoding
+        self.move(len(self.running) - 1, hole)
+        self.running.pop()
+
+    def move(self, source: int, target: int) -> None:
+        if source != target:
+            self.running[target] = self.running[source]
+            self.cache.move(source, target, self.running[source].computed)
+
+    def end(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        request.done.set_result(None)
+
+    def stop(self) -> None:
+        self.error = RuntimeError("the server has been closed")
+        self.thread.shutdown(wait=False, cancel_futures=True)
+
+    # -- reads, from any thread
+    def piece(self, token: int) -> str:
+        """The text of one token."""
+        return self.tokenizer.decode([token])
+
+    def text(self, request: Request) -> str:
+        """What was generated, without the token that stopped it and without special tokens."""
+        ids = request.output[:-1] if request.finish_reason == "stop" else request.output
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def load_model(options):
+    """The model in evaluation mode on its device, with attention over the slot cache."""
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    ALL_ATTENTION_FUNCTIONS.register("slots", slot_attention)
+    dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, attn_implementation="slots")
+    return model.to(device).eval()
+
+
+def eos_ids(model, tokenizer) -> frozenset[int]:
+    """The tokenizer's and the generation config's together: chat models often have one in each."""
+    configured = model.generation_config.eos_token_id
+    found = set(configured) if isinstance(configured, list) else {configured}
+    return frozenset(found | {tokenizer.eos_token_id}) - {None}
