@@ -1,10 +1,10 @@
-"""The one place that knows the server's HTTP API (vLLM 0.28 and later, or serve.py, which answers alike).
+"""The one place that knows the server's HTTP API (vLLM 0.26 and later, or serve.py, which answers alike).
 
     complete   POST /v1/completions           prompt ids in, token ids and log-probabilities out; retried
                or   /inference/v1/generate    where the server has it and answers sooner (questions.py)
     reads      GET  /health /version /v1/models /server_info /get_world_size /is_paused /metrics
-    updates    POST /pause /resume /init_weight_transfer_engine /start_weight_update /update_weights
-                    /finish_weight_update     once each: a second attempt could meet a half-done update
+    updates    POST /pause /resume /abort_requests /init_weight_transfer_engine /start_weight_update
+                    /update_weights /finish_weight_update   once each: a second could meet a half-done update
 
 Calls block (callers use threads) and never stream: the connection stays silent until the last token, so
 `timeout` must cover the longest generation and the pauses of weight updates.
@@ -166,6 +166,10 @@ class Server:
     def resume(self) -> None:
         """Let requests go on. After a failed update this kills the engine: see sync.py."""
         self._call("POST", "/resume")
+
+    def abort_all(self) -> None:
+        """End every request; each answers what it has, as aborted."""
+        self._call("POST", "/abort_requests", body={})
 
     def init_weight_transfer(self, info: dict) -> None:
         """Blocks until the group of the sender and all workers has formed."""

@@ -80,9 +80,9 @@ class Feed:
         for look in self.on_wait:
             look()
 
-    def publish(self, again=()) -> None:
+    def publish(self, again=(), servers=None) -> None:
         limit = max(self.max_staleness, 1) * self.step_tokens
-        self.rollouts.publish(self.version, self.used_tokens + limit + self.growth, again)
+        self.rollouts.publish(self.version, self.used_tokens + limit + self.growth, again, servers)
 
     def next(self, patience: float):
         """Samples of a micro-batch, a list per rank; or None when no prompts are left, WAITING after
@@ -178,15 +178,16 @@ class Feed:
         held = sum(not self.settled.includes(group) for group in self.planner.held_groups())
         return self.settled.count + held >= self.epochs * self.dataset_size
 
-    def start_version(self, version: int) -> None:
-        """The servers have new weights. What the planner holds may be too old now."""
+    def start_version(self, version: int, servers: list[str] | None = None) -> None:
+        """Servers (None = all) have new weights. What the planner holds may be too old now."""
         self.version = version
+        self.publish(servers=servers)
         stale = self.planner.evict(lambda s: version - s.version > self.max_staleness)
         self.window.add("sample/dropped_stale_count", len(stale))
         self.drop(stale, "too old")
         held = self.planner.held_groups()
         lost = {s.group_id for s in stale if s.group_id not in held and not self.settled.includes(s.group_id)}
-        self.publish(again=sorted(lost))
+        self.publish(sorted(lost))
 
     def losses(self) -> str:
         """What was dropped, for whoever wonders why nothing is trained."""

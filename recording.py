@@ -147,6 +147,9 @@ class NoServers:
     def init(self) -> None:
         pass
 
+    def prepare(self, model) -> None:
+        pass
+
     def pause(self) -> None:
         pass
 

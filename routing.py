@@ -162,6 +162,7 @@ class Routing:
                 print(f"{load.server.url} is up again, with the current weights", flush=True)
             elif was_up and not load.is_up:
                 print(f"{load.server.url} lacks the current weights and is asked for nothing", flush=True)
+                self._helpers.submit(load.server.abort_all)  # paused for good, it would hold its requests
 
     async def choose_endpoints(self) -> None:
         """Ask every server where to send requests, and say what they cost."""

@@ -85,7 +85,7 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
         step, version, progress = resume(start, model, optimizer, scheduler)
         vocabulary = model.get_input_embeddings().num_embeddings
         servers = reach_servers(options, embedded, vocabulary) if needs_servers else []
-        sync = sync or WeightSync(servers, options.vllm_server_timeout)
+        sync = sync or WeightSync(servers, options.vllm_server_timeout, ranks.device)
         feed = make_feed(options, ranks, ends, rollouts, progress, version, servers, embedded, model)
         logger = Logger(options, step) if ranks.rank == 0 else None
         saver = Saver(options, model, optimizer, tokenizer, start)
@@ -229,17 +229,19 @@ def optimizer_step(model, optimizer, scheduler, divisor: int, max_grad_norm: flo
 
 
 def update_weights(sync, model, version: int, feed: Feed | None, ranks: Ranks, watch: Stopwatch) -> None:
-    """Give the servers the model as `version`; it is published once it is in place on all of them."""
+    """Give the servers the model as `version`; it is published with the URLs of those that hold it."""
     with watch("perf/weight_sync_s"):
-        with watch("perf/weight_sync_pause_s"):
-            sync.pause()
         with watch("perf/weight_sync_barrier_s"):
             dist.barrier(ranks.control)
+        with watch("perf/weight_sync_prepare_s"):
+            sync.prepare(model)
+        with watch("perf/weight_sync_pause_s"):
+            sync.pause()
         with watch("perf/weight_sync_transfer_s"):
             sync.send(model, version)
-        sync.resume()
+        servers = sync.resume()
     if feed:
-        feed.start_version(version)
+        feed.start_version(version, servers)
 
 
 def stop_for_nonfinite_gradients(options: Options, feed: Feed | None, step: int) -> None:

@@ -172,6 +172,7 @@ class FakeServer:
             "/is_paused": (200, {"is_paused": self.paused}),
             "/pause": (200, {"status": "paused"}),
             "/resume": (200, {"status": "resumed"}),
+            "/abort_requests": (200, {"status": "aborted", "aborted": 0}),
             "/init_weight_transfer_engine": (200, {"message": "Weight transfer initialized"}),
             "/start_weight_update": (200, {"message": "Weight update started"}),
             "/update_weights": (200, {"message": "Weights updated"}),

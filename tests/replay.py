@@ -45,6 +45,9 @@ class NoSync:
     def init(self):
         pass
 
+    def prepare(self, model):
+        pass
+
     def pause(self):
         pass
 

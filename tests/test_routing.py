@@ -123,6 +123,19 @@ def test_server_without_the_current_weights_is_asked_nothing(model, capfd):
     assert f"{two.url} lacks the current weights and is asked for nothing" in capfd.readouterr().out
 
 
+def test_what_a_server_without_the_current_weights_still_holds_goes_on_elsewhere(model):
+    """It is alive but paused for good, so its requests would stay open: they are ended there."""
+    with FakeServer() as one, FakeServer() as two:
+        two.gate = threading.Event()
+        with Run(options_for(model, one, two, task_kwargs={"size": 12})) as run:
+            run.until(lambda: len(two.requests) >= 4)
+            two.script = ["503"] * 100  # how an aborted request ends
+            tell(run, one)
+            run.until(lambda: ("/abort_requests", {}) in two.calls)
+            two.gate.set()
+            assert len(run.groups(12)) == 12
+
+
 def test_rollouts_wait_while_no_server_has_the_current_weights(model):
     with FakeServer() as one, Run(options_for(model, one), allowance=0) as run:
         tell(run)
