@@ -26,7 +26,7 @@ class Producer:
         for message in messages:
             self.queue.put(message)
 
-    def publish(self, version, allowance, again=()):
+    def publish(self, version, allowance, again=(), servers=None):
         self.published.append((version, allowance))
         self.again += again
 
