@@ -207,7 +207,7 @@ class Paced(Producer):
         self.todo = list(range(prompts))
         self.prompts, self.sent = prompts, 0
 
-    def publish(self, version, allowance, again=()):
+    def publish(self, version, allowance, again=(), servers=None):
         super().publish(version, allowance, again)
         self.todo += again
         while self.todo and self.sent < allowance:
