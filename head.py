@@ -225,7 +225,9 @@ def _all_chunks(hidden, head: Head, row, ids, support, temperature, score: Score
 
     block = hidden.new_empty(max(c.positions.stop - c.positions.start for c in chunks), padded, dtype=dtype)
     d_hidden = torch.zeros_like(hidden) if asked[0] else None  # [N, E]
-    d_weight = torch.zeros_like(head.weight, dtype=dtype) if asked[1] else None  # [V, E]
+    # in bfloat16 only where that is the gradient's own type: bench/loss.py has the error that costs
+    sums = operand if operand == head.weight.dtype else dtype
+    d_weight = torch.zeros_like(head.weight, dtype=sums) if asked[1] else None  # [V, E]
     d_bias = torch.zeros_like(head.bias, dtype=dtype) if asked[2] else None  # [V]
     total = hidden.new_zeros((), dtype=dtype)
     collected = []

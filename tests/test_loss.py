@@ -5,13 +5,14 @@ import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import loss
-from head import Head
+from head import Head, fused_head
 from loss import Objective, clipped_surrogate, row_loss
 from packing import Row
 
@@ -30,14 +31,15 @@ def close(actual, expected, dtype=torch.float64, **tolerance):
     torch.testing.assert_close(actual.detach().double(), expected, **(tolerance or TOLERANCE[dtype]))
 
 
-def make_row(position, target, sampler_logp, advantage, topk=None, candidates=None):
-    """topk: (ids [M, K], logp [M, K]); candidates: one list of ids per term, empty = whole vocabulary."""
+def make_row(position, target, sampler_logp, advantage, topk=None, candidates=None, teacher=None):
+    """topk, teacher: (ids [M, K], logp [M, K]); candidates: one list of ids per term, empty = all of them."""
     arrays = {"position": np.asarray(position, dtype=np.int64), "target": np.asarray(target, dtype=np.int64)}
     arrays |= {"sampler_logp": np.asarray(sampler_logp, dtype=np.float64)}
     arrays |= {"advantage": np.asarray(advantage, dtype=np.float64)}
-    if topk is not None:
-        arrays["topk_ids"] = np.asarray(topk[0], dtype=np.int32)
-        arrays["topk_logp"] = np.asarray(topk[1], dtype=np.float64)
+    for name, table in (("topk", topk), ("teacher", teacher)):
+        if table is not None:
+            arrays[f"{name}_ids"] = np.asarray(table[0], dtype=np.int32)
+            arrays[f"{name}_logp"] = np.asarray(table[1], dtype=np.float64)
     if candidates is not None:
         arrays["candidate_ids"] = np.array([*itertools.chain(*candidates)], dtype=np.int32)
         arrays["candidate_offsets"] = np.array([0, *itertools.accumulate(map(len, candidates))])
@@ -459,6 +461,145 @@ def test_centred_gradient_of_the_worked_cases(name, tail):
         close(stats["sampler_mass"], [want["sampler_mass"]], atol=1e-6, rtol=0)
 
 
+# Distillation -----------------------------------------------------------------------------------------------
+
+
+JSD = load("reference/jsd.json")
+JSD_CASES = [
+    pytest.param(c, id=f"{c['beta']}-{c['support']}-{'tail' if c['add_tail_bucket'] else 'no tail'}")
+    for c in JSD["cases"]
+]
+
+
+def distilled(logits, ids, teacher_logp, valid, options, temperature, dtype):
+    """Divergence of every term and d sum / d raw logits, whatever the support."""
+    hidden, head = from_logits(logits, dtype)
+    row = make_row(range(len(ids)), [0] * len(ids), [0.0] * len(ids), [0.0] * len(ids))
+    teacher = torch.tensor([[float(x) for x in line] for line in teacher_logp], dtype=dtype)
+    teacher = torch.where(torch.tensor(valid), teacher, -math.inf)
+
+    def score(terms, logp):
+        value, slope, stats = loss.generalised_jsd(logp, teacher[terms], options)
+        return value, slope, {"jsd": value, **stats}
+
+    total, stats = fused_head(hidden, head, row, torch.tensor(ids).clamp(min=0), None, temperature, score)
+    total.backward()
+    return stats, head.weight.grad.T
+
+
+@BOTH
+@pytest.mark.parametrize("case", JSD_CASES)
+def test_generalised_jsd_matches_the_reference(case, dtype):
+    used = case["support_used"]
+    options = SimpleNamespace(beta=case["beta"], add_tail_bucket=case["add_tail_bucket"])
+    tables = [[line[name] for line in used] for name in ("ids", "teacher_logp", "mask")]
+    stats, grad = distilled(JSD["student_logits"], *tables, options, JSD["temperature"], dtype)
+    assert stats["signal"].tolist() == [value is not None for value in case["loss"]]
+    scale = {} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
+    close(stats["jsd"], [value or 0.0 for value in case["loss"]], dtype, **scale)
+    close(grad, case["grad_logits"], dtype, **scale)
+
+
+@pytest.mark.parametrize("case", [c for c in JSD_CASES if "narrow" in c.id and c.id != "1.0-narrow-no tail"])
+def test_above_beta_0_only_the_first_and_the_actual_token_count(case):
+    teacher_logp = [[float(x) for x in line] for line in JSD["teacher_logp"]]
+    args = (range(5), JSD["actual_token"], [-1.0] * 5, [0.0] * 5)
+    row = make_row(*args, teacher=(JSD["teacher_ids"], teacher_logp))
+    tail, temperature = case["add_tail_bucket"], JSD["temperature"]
+    objective = Objective(None, distill_coef=1.0, beta=case["beta"], add_tail_bucket=tail)
+    objective = dataclasses.replace(objective, teacher_temperature=temperature)
+    total, stats, grad = logit_gradient(JSD["student_logits"], row, objective, 1.0)
+    close(total, case["sum"])
+    close(grad, case["grad_logits"])
+    assert stats["signal"].tolist() == [True] * 4 + [False]
+
+
+@pytest.mark.parametrize("name", ["beta_0", "beta_0.25", "beta_0.5", "beta_1", "beta_0.25_actual_is_top1"])
+def test_divergence_of_the_worked_case(name):
+    case = load("cases/A12_generalised_jsd.json")
+    given, actual = case["given"], 0 if name.endswith("top1") else 2
+    ids, logp = zip(*((int(k), v) for k, v in given["teacher_reported"].items()), strict=True)
+    if actual == 0:  # the actual token is appended only where the top 2 lack it
+        ids, logp = ids[:2], logp[:2]
+    row = make_row([0], [actual], [-1.0], [0.0], teacher=([ids], [logp]))
+    objective = Objective(None, distill_coef=1.0, beta=float(name.split("_")[1]))
+    _, stats, _ = logit_gradient([given["student_logits"]], row, objective)
+    close(stats["jsd"], [case["expect"][name]], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("beta", load("cases/A12_generalised_jsd.json")["given"]["rejected_betas"])
+def test_beta_outside_its_range_is_refused(beta):
+    with pytest.raises(ValueError, match="beta"):
+        Objective(None, distill_coef=1.0, beta=beta)
+
+
+def test_objectives_that_mean_nothing_are_refused():
+    with pytest.raises(ValueError, match="tail bucket"):
+        Objective(None, distill_coef=1.0, beta=1.0, add_tail_bucket=False)
+    with pytest.raises(ValueError, match="distill_coef"):
+        Objective(None)
+
+
+def with_teacher(row, vocabulary=23):
+    """The row with a teacher's lists: 3 tokens and the target, none at the second term."""
+    make = torch.Generator().manual_seed(1)
+    logp = torch.randn(row.terms, vocabulary, generator=make, dtype=torch.float64).log_softmax(1)
+    top = logp.topk(3, dim=1).indices
+    actual = torch.where((top == row.target[:, None]).any(1), -1, row.target)
+    ids = torch.cat([top, actual[:, None]], dim=1)
+    ids[1] = -1
+    teacher_logp = logp.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -math.inf)
+    arrays = {"teacher_ids": ids.int().numpy(), "teacher_logp": teacher_logp.numpy()}
+    return dataclasses.replace(row.host, **arrays).to("cpu")
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("teacher_temperature", [0.9, 1.2])
+def test_policy_and_distillation_add_up(teacher_temperature, beta, monkeypatch):
+    """In one pass over the head at one temperature, in two at two; candidate sets are the policy's only."""
+    passes = []
+    monkeypatch.setattr(loss, "fused_head", lambda *a: passes.append(a) or fused_head(*a))
+    hidden, head, row = random_problem(12, softcap=3.0)
+    row = with_teacher(row)
+    settings = {"distill_coef": 0.5, "beta": beta, "teacher_temperature": teacher_temperature}
+    both, policy, distill = Objective(**settings), Objective(), Objective(None, **settings)
+    total, stats = row_loss(hidden, head, row, both, 0.9)
+    assert len(passes) == (1 if teacher_temperature == 0.9 else 2)
+    together = [total, *gradients(total, hidden, head)]
+    apart, figures = [], {}
+    for objective in (distill, policy):
+        total, found = row_loss(hidden, head, row, objective, 0.9)
+        apart.append([total, *gradients(total, hidden, head)])
+        figures |= found
+    for whole, *parts in zip(together, *apart, strict=True):
+        torch.testing.assert_close(whole, sum(parts), rtol=1e-9, atol=1e-11)
+    assert stats.keys() == figures.keys() and not stats["signal"][1] and stats["jsd"][1] == 0
+    for name, values in figures.items():
+        torch.testing.assert_close(stats[name], values)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_gradients_are_those_of_finite_differences(beta):
+    """Of the losses whose value is what is differentiated: the surrogate and the divergence."""
+    hidden, head, row = random_problem(13, softcap=3.0, scale=0.7)
+    row = with_teacher(row)
+    objective = Objective(clipped_surrogate, epsilon_high=0.28, distill_coef=0.7, beta=beta)
+    total, _ = row_loss(hidden, head, row, objective, 0.8)
+    slopes = gradients(total, hidden, head)
+    make = torch.Generator().manual_seed(0)
+    inputs = [hidden, head.weight, head.bias]
+    for n, slope in enumerate(slopes):
+        direction = torch.randn(slope.shape, generator=make, dtype=torch.float64)
+        values = []
+        for step in (1e-5, -1e-5):
+            moved = [x.detach() + step * direction if i == n else x.detach() for i, x in enumerate(inputs)]
+            shifted = dataclasses.replace(head, weight=moved[1], bias=moved[2])
+            values.append(row_loss(moved[0], shifted, row, objective, 0.8)[0])
+        assert (slope * direction).sum().item() == pytest.approx(
+            (values[0] - values[1]).item() / 2e-5, rel=1e-6
+        )
+
+
 # Properties -------------------------------------------------------------------------------------------------
 
 
@@ -617,6 +758,11 @@ def test_ids_beyond_the_head_are_refused_with_both_numbers():
         score(make_row(**(good | {"target": [-1, 2]})))
     with pytest.raises(ValueError, match="candidate id is 7, .*5 rows"):
         score(make_row(**good, candidates=[[1, 7], []]))
+    teacher = ([[0], [6]], [[-1.0], [-1.0]])
+    with pytest.raises(ValueError, match="teacher is 6, .*5 rows"):
+        score(make_row(**good, teacher=teacher), Objective(distill_coef=1.0))
+    with pytest.raises(ValueError, match="no teacher has scored"):
+        score(make_row(**good), Objective(distill_coef=1.0))
     with pytest.raises(ValueError, match="top-k is 9, .*5 rows"):
         score(make_row(**good, topk=([[0], [9]], [[-1.0], [-1.0]])))
 
