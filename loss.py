@@ -269,6 +269,16 @@ def step_divisor(normalization: str, trained_tokens: int, microbatches: int) -> 
 # Mixtures of experts
 
 
+def router_coefficient(asked: float | None, config) -> float:
+    """What the load balancing weighs: as asked, else the model's own. ValueError where nothing is routed."""
+    own = getattr(config.get_text_config(), "router_aux_loss_coef", None)
+    if own is None and asked is not None:
+        raise ValueError(
+            "this model routes nothing to experts, or balances them by other means; leave it out"
+        )
+    return own or 0.0 if asked is None else asked
+
+
 def router_loss(router_logits, top_k: int) -> torch.Tensor:
     """Load balancing of experts (Switch, arXiv 2101.03961, eq. 4 to 6), the routers of all layers pooled.
 

@@ -159,6 +159,8 @@ def term_metrics(window: Window, stats: dict, row) -> None:
     for name, values in means.items():
         if values is not None:
             window.add(name, (values.double().sum(), terms))
+    if "aux_loss" in stats:
+        window.add("aux_loss", (stats["aux_loss"].detach() * terms, terms))
     window.add("sampling/sampling_logp_difference/max", difference.max())
     window.add("sampling/importance_sampling_ratio/min", ratio.min())
     window.add("sampling/importance_sampling_ratio/max", ratio.max())

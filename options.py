@@ -112,6 +112,9 @@ class Options:
     vllm_importance_sampling_clip_max: float | None = option(
         5.0, "tokens with a higher ratio add nothing to the loss"
     )
+    router_aux_loss_coef: float | None = option(
+        None, "weight of the load balancing of a mixture of experts (none = the model's own, 0 = off)"
+    )
     loss_normalization: str = choice("step", ["step", "microbatch"], "what the loss is divided by")
 
     # Packing and optimisation
@@ -203,6 +206,7 @@ RANGES = [
     ("epsilon_high", lambda v: v >= 0, "0 or more"),
     ("vllm_importance_sampling_clip_min", lambda v: v is None or v >= 0, "0 or more, or none"),
     ("vllm_importance_sampling_clip_max", lambda v: v is None or v > 0, "above 0, or none"),
+    ("router_aux_loss_coef", lambda v: v is None or v >= 0, "0 or more, or none"),
     ("per_device_train_batch_size", lambda v: v >= 1, "at least 1"),
     ("gradient_accumulation_steps", lambda v: v >= 1, "at least 1"),
     ("learning_rate", lambda v: v >= 0, "0 or more"),

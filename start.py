@@ -32,6 +32,7 @@ import pretrained
 import serve
 from client import Server
 from conversation import read_template
+from loss import router_coefficient
 from options import OptionError, Options
 from questions import check_server
 from rollout import check_task, load_loop
@@ -93,7 +94,8 @@ def check_inputs(options: Options, rollouts) -> Path | None:
         raise OptionError(f"--model {directory} is no model: it has no config.json")
     if directory.is_dir() and not any(directory.glob("*.safetensors")):
         raise OptionError(f"--model {directory} has no weights: there is no *.safetensors file in it")
-    pretrained.read_config(options)
+    config = pretrained.read_config(options)
+    option_of("router_aux_loss_coef", router_coefficient, options.router_aux_loss_coef, config)
     if rollouts is None and int(os.environ.get("RANK", 0)) == 0:
         loop = option_of("rollout_loop", load_loop, options.rollout_loop)
         task = option_of("task", load_task, options.task, options.task_kwargs)

@@ -42,7 +42,16 @@ from checkpoint import Progress, SaveError, Saver
 from feed import LEAVING, WAITING, Batch, Feed
 from generate import generate
 from head import Head, head_of
-from loss import Objective, clipped_surrogate, microbatch_weight, row_loss, score_centering, step_divisor
+from loss import (
+    Objective,
+    clipped_surrogate,
+    microbatch_weight,
+    router_coefficient,
+    router_loss,
+    row_loss,
+    score_centering,
+    step_divisor,
+)
 from metrics import Logger, Stopwatch, Window, peak_flops, term_metrics
 from options import OptionError, Options, check, describe, parse_or_exit
 from packing import Planner, Row, row_cost_from_config
@@ -193,15 +202,24 @@ def forward_backward(model, row: Row, trained_tokens: int, objective: Objective,
     (tests/test_train.py::test_gradient_does_not_depend_on_packing).
     """
     backbone = model.get_decoder()  # called below the root: the head runs fused with the loss, on terms only
-    hidden = backbone(
+    balance = router_coefficient(options.router_aux_loss_coef, model.config)
+    output = backbone(
         input_ids=row.input_ids[None],  # [1, N]
         position_ids=row.position_ids[None],  # [1, N]
         use_cache=False,
         **attention.index(row, options.attention),
-    ).last_hidden_state[0]  # [N, E]
+        **({"output_router_logits": True} if balance else {}),
+    )
+    hidden = output.last_hidden_state[0]  # [N, E]
     total, stats = row_loss(hidden, gathered_head(model), row, objective, options.temperature)
+    value = total.detach()
+    if balance:  # weighs by the row's trained tokens, so that its share of the step's is what counts
+        stats["aux_loss"] = router_loss(
+            output.router_logits, model.config.get_text_config().num_experts_per_tok
+        )
+        total = total + balance * row.terms * stats["aux_loss"]
     (total * microbatch_weight(options.loss_normalization, trained_tokens)).backward()
-    return total.detach(), stats
+    return value, stats
 
 
 def gathered_head(model) -> Head:

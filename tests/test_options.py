@@ -29,6 +29,7 @@ def test_defaults_are_valid_and_documented():
         ("learning_rate", -1.0),
         ("max_grad_norm", 0.0),
         ("epsilon", 1.0),
+        ("router_aux_loss_coef", -0.1),
         ("weight_sync_steps", 0),
         ("eval_steps", 0),
         ("logging_steps", 0),
@@ -149,4 +150,4 @@ def test_a_bad_command_line_is_one_line_and_exit_code_2(arguments, capsys):
 
 def test_the_list_of_options_grows_by_decision_only():
     """Adding an option is a decision: add it here too, and to README."""
-    assert len(dataclasses.fields(Options)) == 67
+    assert len(dataclasses.fields(Options)) == 68

@@ -5,11 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import attention
 import train
+from head import head_of
+from loss import router_coefficient
 from options import Options
+from packing import Sample, pack
 from start import make_optimizer
 
 ROOT = Path(__file__).parent.parent
@@ -50,6 +56,62 @@ def test_a_resumed_run_has_the_learning_rate_that_is_asked_for(kind, rate, monke
     assert (step, version, progress.tokens) == (4, 4, 9)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
     assert scheduler.get_last_lr() == [pytest.approx(rate)]
+
+
+ROUTED = {
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 12, "decoder_sparse_step": 1},
+    "mixtral": {"num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("family", ROUTED)
+def test_load_balancing_weighs_by_the_trained_tokens_of_a_row(family, recompute, monkeypatch):
+    """Its gradient is what transformers' own has, times the coefficient and the row's terms."""
+    sizes = {
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(family, **sizes, **heads, **ROUTED[family])
+    attention.register()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="tree").train()
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    monkeypatch.setattr(train, "gathered_head", head_of)
+    ids = torch.randint(3, 40, (9,), generator=torch.Generator().manual_seed(1)).int().numpy()
+    logp = np.full(9, -3.0, dtype=np.float32)
+    row = pack([Sample(ids, np.arange(9) >= 4, logp, 1.0, 0, 0, 0, 0)]).to("cpu")
+
+    def gradients_at(coefficient):
+        options = Options(model="m", router_aux_loss_coef=coefficient)
+        model.zero_grad()
+        stats = train.forward_backward(model, row, row.terms, train.make_objective(options), options)[1]
+        return stats.get("aux_loss"), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    (_, without), (balance, balanced) = gradients_at(0.0), gradients_at(0.5)
+    model.set_attn_implementation("eager")
+    model.zero_grad()
+    expected = model(input_ids=row.input_ids[None], output_router_logits=True).aux_loss
+    expected.backward()
+    torch.testing.assert_close(balance, expected)
+    for name, parameter in model.named_parameters():
+        slope = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        difference = balanced[name] - without[name]
+        torch.testing.assert_close(difference, 0.5 * row.terms * slope, rtol=1e-4, atol=1e-5)
+
+
+def test_a_router_coefficient_is_refused_where_nothing_is_routed():
+    dense, routed = AutoConfig.for_model("qwen3"), AutoConfig.for_model("mixtral", router_aux_loss_coef=0.02)
+    assert router_coefficient(None, dense) == 0.0 and router_coefficient(None, routed) == 0.02
+    assert router_coefficient(0.0, routed) == 0.0 and router_coefficient(0.3, routed) == 0.3
+    for asked in (0.0, 0.1):
+        with pytest.raises(ValueError, match="leave it out"):
+            router_coefficient(asked, dense)
 
 
 @pytest.fixture(scope="module")
