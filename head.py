@@ -32,7 +32,7 @@ import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -214,14 +214,14 @@ def _all_chunks(hidden, head: Head, row, ids, support, temperature, score: Score
     dtype, operand = statistics_dtype(hidden), operand_dtype(hidden)
     vocabulary = len(head.weight)
     weight = head.weight.to(hidden.dtype).to(operand)  # [V, E], rounded as any model rounds it
+    bias = None if head.bias is None else head.bias.to(hidden.dtype)  # [V]
     padded = -(-vocabulary // 16) * 16  # rows that begin at multiples of 16 bytes: the products want them
-    scored, chunks = plan_chunks(
-        row.host, max(1, CHUNK_BYTES[hidden.device.type] // (padded * dtype.itemsize))
-    )
+    rows = CHUNK_BYTES[hidden.device.type] // (padded * dtype.itemsize)
+    scored, chunks = plan_chunks(row.host, max(1, rows - rows % 128 if rows > 128 else rows))
     slot = (row.position.diff(prepend=row.position.new_full((1,), -1)) != 0).cumsum(0) - 1  # [M]
     position = slot.new_empty(scored).scatter_(0, slot, row.position)  # [U]
     first = torch.searchsorted(slot, torch.arange(scored + 1, device=slot.device))  # [U + 1]
-    request = Request(head, temperature, ids, support, score, position, slot, first)
+    request = Request(replace(head, bias=bias), temperature, ids, support, score, position, slot, first)
 
     block = hidden.new_empty(max(c.positions.stop - c.positions.start for c in chunks), padded, dtype=dtype)
     d_hidden = torch.zeros_like(hidden) if asked[0] else None  # [N, E]
@@ -269,10 +269,8 @@ def _score_chunk(y, chunk: Chunk, asked: Request, operand: torch.dtype | None):
         z_set = picked(y, slot[term], candidate, asked)  # [c]
         lse_set, p_set = segment_softmax(z_set, term, bounds)  # [m], [c]
         normaliser = torch.where(restricted, lse_set[:, None], normaliser)  # [m, J]
-        key, logit = (
-            torch.cat([key, slot[term] * y.shape[1] + candidate]),
-            torch.cat([logit, z_set]),
-        )  # [m J + c]
+        key = torch.cat([key, slot[term] * y.shape[1] + candidate])  # [m J + c]
+        logit = torch.cat([logit, z_set])  # [m J + c]
     loss, k, stats = asked.score(chunk.terms, z - normaliser)  # [m], [m, J]
     stats["entropy"] = entropy[slot]
     if operand is None:

@@ -1,63 +1,46 @@
-"""The passes of the fused head over a block of logits y [R, V], each of which touches every logit once.
+"""The passes of the fused head over a block of float32 products y [R, V], with one program a row.
 
-    row_statistics   y -> lse, entropy of z = transform(y)          one read
-    dense_gradient   y -> dy = -s pi transform'(y)                  one read, one write, in y's own memory
-    sparse_gradient  dy at the ids that terms name, in float32 before it is rounded
+    row_statistics   y -> lse and entropy of z = transform(y)               one read
+    logit_gradient   y -> dy = (named values - share pi) dz / dy            one read, one write in y's memory,
+                     and dy at the named ids once more: there the difference is taken before it is rounded
 
-A block may hold float32 logits whose gradient is bfloat16: row r of dy then lies in the first half of row r
-of y, and a barrier keeps a write from overtaking a read (tests/test_head.py, bit for bit against two blocks
-of memory). No sum here is atomic: two runs agree bit for bit.
+dy may be bfloat16: row r of dy then lies in the first half of row r of y. A program goes through its row from
+left to right, so a write stays behind the reads, and a barrier keeps its warps together where the two are
+close. No sum is atomic: two runs agree bit for bit.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-BLOCK, WARPS = 4096, 8  # of a pass: fastest of those tried with 152 thousand logits a row
+BLOCK, WARPS = 1024, 4  # of a pass: fastest of those tried with 152 thousand logits a row
+STAGES = tl.constexpr(3)  # blocks that are under way from memory at a time
+NAMED_BLOCK = 256
 NEVER = tl.constexpr(-1.0e30)  # stands for -inf where a difference of two of them must stay a number
 
 
 @triton.jit
-def _tanh(x):
-    return 2 * tl.sigmoid(2 * x) - 1
-
-
-@triton.jit
-def _logits(y, bias, columns, inside, scale, cap, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
-    """z of raw products y, at least NEVER"""
-    y = y.to(tl.float32)
-    if BIAS:
+def _logits(y, bias, columns, inside, scale, cap):
+    """z = cap tanh(scale (y + bias)), or scale (y + bias) without a cap; NEVER for -inf and outside."""
+    if bias is not None:
         y += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    z = cap * _tanh(y * scale) if SOFTCAP else y * scale
+    z = y * scale if cap is None else cap * (2 * tl.sigmoid(2 * scale * y) - 1)
     return tl.where(inside, tl.maximum(z, NEVER), NEVER)
 
 
 @triton.jit
-def _statistics(
-    y,
-    bias,
-    lse,
-    entropy,
-    V,
-    stride,
-    scale,
-    cap,
-    BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Every lane keeps its own maximum, sum and sum of e (z - maximum), merged at the end: no exchange
+def _statistics(y, bias, lse, entropy, V, stride, scale, cap, BLOCK: tl.constexpr):
+    """Every lane has its own maximum, sum of e and sum of e (z - maximum), merged at the end: no exchange
     between lanes, and one exponential a logit (online softmax, arXiv 1805.02867)."""
     row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], NEVER, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     moment = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, V, BLOCK):
-        columns = start + lanes
+    for start in tl.range(0, V, BLOCK, num_stages=STAGES):
+        columns = start + tl.arange(0, BLOCK)
         inside = columns < V
         block = tl.load(y + row * stride + columns, mask=inside, other=0.0)
-        z = _logits(block, bias, columns, inside, scale, cap, BIAS, SOFTCAP)
+        z = _logits(block, bias, columns, inside, scale, cap)
         step = z - top
         e = tl.exp(-tl.abs(step))
         higher = step > 0
@@ -73,106 +56,58 @@ def _statistics(
 
 
 @triton.jit
-def _dense(
-    y,
-    dy,
-    bias,
-    lse,
-    share,
-    V,
-    stride,
-    dstride,
-    scale,
-    cap,
-    slope,
-    BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BARRIER: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, BLOCK)
-    row_lse = tl.load(lse + row)
-    factor = -tl.load(share + row) * slope
-    for start in range(0, V, BLOCK):
-        columns = start + lanes
-        inside = columns < V
-        block = tl.load(y + row * stride + columns, mask=inside, other=0.0)
-        if BARRIER:
-            tl.debug_barrier()
-        z = _logits(block, bias, columns, inside, scale, cap, BIAS, SOFTCAP)
-        gradient = factor * tl.exp(z - row_lse)
-        if SOFTCAP:
-            gradient *= 1 - (z / cap) * (z / cap)
-        tl.store(dy + row * dstride + columns, gradient.to(dy.dtype.element_ty), mask=inside)
+def _slope(z, cap, slope):
+    return slope if cap is None else slope * (1 - (z / cap) * (z / cap))
 
 
 @triton.jit
-def _sparse(
-    dy,
-    key,
-    order,
-    value,
-    logit,
-    lse,
-    share,
-    count,
-    V,
-    dstride,
-    cap,
-    slope,
-    SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _dense(y, dy, bias, lse, share, V, stride, dy_stride, scale, cap, slope, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    row_lse, row_share = tl.load(lse + row), tl.load(share + row)
+    for start in tl.range(0, V, BLOCK, num_stages=STAGES):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < V
+        block = tl.load(y + row * stride + columns, mask=inside, other=0.0)
+        tl.debug_barrier()  # no warp writes while another has yet to read this block
+        z = _logits(block, bias, columns, inside, scale, cap)
+        gradient = -row_share * tl.exp(z - row_lse) * _slope(z, cap, slope)
+        tl.store(dy + row * dy_stride + columns, gradient.to(dy.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _named(dy, key, order, value, logit, lse, share, Q, V, dy_stride, cap, slope, BLOCK: tl.constexpr):
+    """Sorted keys: the first of equal ones adds up the values of all, in their order."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = entry < count
-    here = tl.load(key + entry, mask=inside, other=-1)
-    before = tl.load(key + entry - 1, mask=inside & (entry > 0), other=-1)
-    first = inside & (here != before)
+    here = tl.load(key + entry, mask=entry < Q, other=-1)
+    first = (entry < Q) & (here != tl.load(key + entry - 1, mask=(entry < Q) & (entry > 0), other=-1))
     total = tl.zeros([BLOCK], tl.float32)
-    same = first
-    ahead = entry
+    ahead, same = entry, first
     while tl.max(same.to(tl.int32), 0) > 0:
         total += tl.load(value + tl.load(order + ahead, mask=same, other=0), mask=same, other=0.0)
         ahead += 1
-        same = same & (ahead < count)
+        same = same & (ahead < Q)
         same = same & (tl.load(key + ahead, mask=same, other=-1) == here)
     row = here // V
     z = tl.load(logit + tl.load(order + entry, mask=first, other=0), mask=first, other=0.0)
     p = tl.exp(z - tl.load(lse + row, mask=first, other=0.0))
-    gradient = slope * (total - tl.load(share + row, mask=first, other=0.0) * p)
-    if SOFTCAP:
-        gradient *= 1 - (z / cap) * (z / cap)
-    tl.store(dy + row * dstride + here % V, gradient.to(dy.dtype.element_ty), mask=first)
+    gradient = (total - tl.load(share + row, mask=first, other=0.0) * p) * _slope(z, cap, slope)
+    tl.store(dy + row * dy_stride + here % V, gradient.to(dy.dtype.element_ty), mask=first)
 
 
 def constants(head, temperature):
-    """scale, cap, slope: z = cap tanh(scale y) or scale y, dz / dy = slope (1 - (z / cap)^2) or slope"""
+    """scale, cap, slope: z = cap tanh(scale y), dz / dy = slope (1 - (z / cap)^2); scale y and slope."""
     slope = head.logit_scale / temperature
     if head.softcap is None:
-        return slope, 1.0, slope
+        return slope, None, slope
     return head.logit_scale / head.softcap, head.softcap / temperature, slope
 
 
 def row_statistics(y, head, temperature):
     """See head.row_statistics. y float32 [R, V], rows at any stride."""
     lse, entropy = torch.empty(2, len(y), device=y.device)  # [R] each
-    scale, cap, _ = constants(head, temperature)
-    kinds = {"BIAS": head.bias is not None, "SOFTCAP": head.softcap is not None}
+    sizes = (y.shape[1], y.stride(0), *constants(head, temperature)[:2])
     if len(y):
-        _statistics[(len(y),)](
-            y,
-            head.bias,
-            lse,
-            entropy,
-            y.shape[1],
-            y.stride(0),
-            scale,
-            cap,
-            **kinds,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-        )
+        _statistics[(len(y),)](y, head.bias, lse, entropy, *sizes, BLOCK=BLOCK, num_warps=WARPS)
     return lse, entropy
 
 
@@ -181,43 +116,13 @@ def logit_gradient(y, head, temperature, lse, share, named, operand):
     key, value, logit = named
     key, order = key.sort(stable=True)  # [q]
     vocabulary = y.shape[1]
-    dy = y.view(operand)[:, :vocabulary] if y.dtype != operand else y  # [R, V]
+    dy = y.view(operand)[:, :vocabulary]  # [R, V]
     scale, cap, slope = constants(head, temperature)
-    softcap = head.softcap is not None
     if len(y):
-        _dense[(len(y),)](
-            y,
-            dy,
-            head.bias,
-            lse,
-            share,
-            vocabulary,
-            y.stride(0),
-            dy.stride(0),
-            scale,
-            cap,
-            slope,
-            BIAS=head.bias is not None,
-            SOFTCAP=softcap,
-            BARRIER=dy is not y,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-        )
+        sizes = (vocabulary, y.stride(0), dy.stride(0), scale, cap, slope)
+        _dense[(len(y),)](y, dy, head.bias, lse, share, *sizes, BLOCK=BLOCK, num_warps=WARPS)
     if len(key):
-        _sparse[(triton.cdiv(len(key), 256),)](
-            dy,
-            key,
-            order,
-            value,
-            logit,
-            lse,
-            share,
-            len(key),
-            vocabulary,
-            dy.stride(0),
-            cap,
-            slope,
-            SOFTCAP=softcap,
-            BLOCK=256,
-        )
+        sizes = (len(key), vocabulary, dy.stride(0), cap, slope)
+        grid = (triton.cdiv(len(key), NAMED_BLOCK),)
+        _named[grid](dy, key, order, value, logit, lse, share, *sizes, BLOCK=NAMED_BLOCK)
     return dy

@@ -187,15 +187,10 @@ def main() -> None:
     for width in map(int, arguments.widths.split(",")):
         inputs = problem(arguments.positions, arguments.vocabulary, width, "cuda")
         truth = exact(*inputs)
-        for name in arguments.methods.split(","):
-            found = results[f"{name}, E = {width}"] = measure(
-                METHODS[name], *inputs, truth, arguments.repeats
-            )
-            print(
-                f"{name + f', E = {width}':24}",
-                "  ".join(f"{k} {v:.4g}" for k, v in found.items()),
-                flush=True,
-            )
+        for name in arguments.methods.split(";"):
+            found = measure(name, *inputs, truth, arguments.repeats)
+            results[f"E = {width}, {name}"] = found
+            print(f"E = {width}, {name:22}", *(f"{k} {v:.4g} " for k, v in found.items()), flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), **results}, indent=1))
 

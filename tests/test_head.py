@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import loss
 from head import CHUNK_BYTES, Head, fused_head, head_of, logit_gradient, row_statistics, transformed
 from loss import Objective, row_loss
+from metrics import Window, term_metrics
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -206,6 +207,59 @@ def test_a_float32_weight_under_bfloat16_states_gets_a_float32_gradient():
     close(head.weight.grad, wide.weight.grad, rtol=1e-5, atol=1e-5)
 
 
+EXTREMES = {
+    "large": lambda z: z[0].index_fill_(0, torch.tensor([3]), 1e4),
+    "small": lambda z: z[1].index_fill_(0, torch.tensor([2, 5]), -1e4),
+    "masked": lambda z: z[2, 9:].fill_(-9999.0),
+    "padding": lambda z: z[:, 20:].fill_(-math.inf),
+    "impossible target": lambda z: z[3].index_fill_(0, torch.tensor([7]), -math.inf),
+}
+
+
+@pytest.mark.parametrize("objective", ["surrogate", "centred"])
+@pytest.mark.parametrize("kind", EXTREMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_extreme_logits_give_exact_probabilities_and_finite_gradients(dtype, kind, objective):
+    """-inf comes through the bias, as the ids that pad a vocabulary get it in some models."""
+    z = torch.randn(4, 23, generator=torch.Generator().manual_seed(0)).to(dtype)
+    EXTREMES[kind](z)
+    inputs = [
+        torch.eye(4, dtype=dtype),
+        z.nan_to_num(neginf=0.0).T.contiguous(),
+        torch.zeros(23, dtype=dtype),
+    ]
+    if kind == "padding":
+        inputs[2][20:] = -math.inf
+    elif kind == "impossible target":
+        inputs[2][7], z[:, 7] = -math.inf, -math.inf
+    hidden, weight, bias = (x.requires_grad_() for x in inputs)
+    target, topk = [3, 2, 1, 7], ([[3, 9, 7], [1, 5, 2], [9, 2, 20], [3, 7, -1]], [[-0.7, -1.5, -3.0]] * 4)
+    row = make_row(range(4), target, [-1.0] * 4, [1.0, -1.0, 0.5, 2.0], topk)
+    total, stats = row_loss(hidden, Head(weight, bias), row, OBJECTIVES[objective], 1.0)
+    total.backward()
+    logp = z.double().log_softmax(1)
+    close(stats["logp"], logp[range(4), target], rtol=1e-6, atol=1e-5)
+    close(stats["entropy"], -(logp.exp() * logp).nan_to_num().sum(1), rtol=1e-5, atol=1e-4)
+    assert all(x.grad.isfinite().all() for x in (hidden, weight, bias))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_is_never_waited_for():
+    """The loss of a row, its backward and its metrics: nothing is copied back before the step's end."""
+    hidden, model, row = random_problem(3, torch.bfloat16)
+    hidden, weight, bias = (x.detach().cuda().requires_grad_() for x in (hidden, model.weight, model.bias))
+    row = dataclasses.replace(row.host, sample=row.host.position // 4, sample_count=4).to("cuda")
+    settings = Objective(distill_coef=0.5, teacher_temperature=0.8)
+    ids, logp = row.host.topk_ids, row.host.topk_logp
+    row = dataclasses.replace(row.host, teacher_ids=ids, teacher_logp=logp).to("cuda")
+    for mode in ("default", "error"):  # the first compiles
+        torch.cuda.set_sync_debug_mode(mode)
+        total, stats = row_loss(hidden, Head(weight, bias), row, settings, 0.8)
+        total.backward()
+        term_metrics(Window(), stats, row)
+    torch.cuda.set_sync_debug_mode("default")
+
+
 # The kernels: on the GPU where there is one, else under the interpreter, in a process of its own ------------
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -254,7 +308,7 @@ def test_kernels_equal_the_plain_passes(kind):
     logit = transformed(y.double(), wide.bias, wide, 0.7).reshape(-1)[key].float()
     named = (key, value.double(), None)
     expected = logit_gradient(y.double(), wide, 0.7, lse, share.double(), named, torch.float64)
-    narrow = 2**-7 if INTERPRETED else 2**-9  # the interpreter cuts off where the GPU rounds
+    narrow = 2**-7 if INTERPRETED else 2**-8  # the interpreter cuts off where the GPU rounds
     for dtype, rounding in ((torch.bfloat16, narrow + 2e-5), (torch.float32, 2e-5)):
         block = torch.zeros(len(y), y.shape[1] + 20, device=DEVICE)[:, : y.shape[1]].copy_(y)
         ours = head_triton.logit_gradient(block, model, 0.7, found[0], share, (key, value, logit), dtype)

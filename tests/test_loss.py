@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -615,6 +616,58 @@ def test_an_unchanged_policy_has_the_plain_policy_gradient(k):
         _, stats, grad = logit_gradient(logits, row, objective)
         assert stats["kept"].all() and not stats["clipped_low"].any() and not stats["clipped_high"].any()
         close(grad, plain)
+
+
+SAMPLINGS = {
+    "temperature": {"temperature": 0.6},
+    "top-k": {"top_k": 5},
+    "top-p": {"top_k": 20, "top_p": 0.8},
+    "min-p": {"top_k": 20, "min_p": 0.1},
+    "soft-cap": {"softcap": 3.0, "temperature": 1.3},
+    "everything": {"softcap": 4.0, "temperature": 0.7, "top_k": 15, "top_p": 0.9, "min_p": 0.02},
+}
+
+
+@BOTH
+@pytest.mark.parametrize("objective", [GRPO, Objective()])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_an_unchanged_policy_has_ratio_one(sampling, objective, dtype):
+    """The sampler's order: soft-cap, temperature, top-k, top-p, min-p, then renormalised."""
+    asked = SAMPLINGS[sampling]
+    hidden, head, row = random_problem(14, dtype, sets="none", softcap=asked.get("softcap"))
+    temperature = asked.get("temperature", 1.0)
+    y = (hidden.detach() @ head.weight.detach().T + head.bias.detach()).double()
+    y = y if head.softcap is None else head.softcap * torch.tanh(y / head.softcap)
+    p, order = (y[row.position] / temperature).softmax(1).sort(dim=1, descending=True)
+    kept = torch.arange(23).expand_as(p) < asked.get("top_k", 23)
+    kept = kept & ((p * kept).cumsum(1) - p < asked.get("top_p", 1.0) * (p * kept).sum(1, keepdim=True))
+    kept = kept & (p >= asked.get("min_p", 0.0) * p[:, :1])
+    sets = [order[m][kept[m]].tolist() for m in range(len(p))]
+    mu = torch.where(kept, p, 0.0)
+    mu = (mu / mu.sum(1, keepdim=True)).log()
+    drawn = torch.tensor([m % len(s) for m, s in enumerate(sets)])[:, None]
+    target, sampled = (x.gather(1, drawn)[:, 0] for x in (order, mu))
+    restricted = "top_k" in asked
+    args = (row.position, target, sampled, row.advantage, (order[:, :4], mu[:, :4]))
+    row = make_row(*args, candidates=sets if restricted else None)
+    _, stats = row_loss(hidden, head, row, objective, temperature)
+    close(stats["log_ratio"], torch.zeros(len(p)), atol=1e-12 if dtype == torch.float64 else 2e-6, rtol=0)
+    assert stats["kept"].all() and not stats["support_unusable"].any()
+
+
+def test_the_objective_of_the_readme_runs():
+    """Its gradient is A times the ratio, bounded, times that of log pi, whatever the ratio."""
+    snippet = re.search(r"```python\n(def cispo.*?)```", (DATA.parent.parent / "README.md").read_text(), re.S)
+    space = dict(vars(loss))
+    exec(snippet[1], space)
+    row = make_row([0, 1], [1, 2], [-9.0, -1.2], [2.0, -1.0])
+    logits = [[0.0, 1.0, 2.0], [0.5, 0.2, 0.1]]
+    _, stats, grad = logit_gradient(logits, row, Objective(space["cispo"], epsilon_high=0.28))
+    logp = torch.tensor(logits, dtype=torch.float64).log_softmax(1)
+    ratio = (logp[[0, 1], [1, 2]] - torch.tensor([-9.0, -1.2]).double()).exp().clamp(max=1.28)
+    slope = -ratio * torch.tensor([2.0, -1.0])
+    close(grad, slope[:, None] * (torch.nn.functional.one_hot(torch.tensor([1, 2]), 3) - logp.exp()))
+    assert stats["clipped_high"].tolist() == [True, False]
 
 
 def _topk(logp, k):
