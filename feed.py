@@ -1,8 +1,12 @@
 """Rank 0's end of the queue: takes groups, drops what is too old, plans rows, and says what it waits for.
 
-    queue -> receive -> (too old? sample again) -> Planner -> next(): one list of samples per rank
+    queue -> receive -> (too old? sample again) -> Planner -> packets(): a packed row per rank
                                                      |
          rollouts.publish(version, allowance) <------+  how far generation may run ahead, in raw tokens
+
+A micro-batch is planned and packed while the device is busy with the one before (`packets_ahead`), for the
+version it will be trained at, and counts as used when its own turn comes (`begin`).
+
 
 The allowance is cumulative: tokens used up (trained or dropped) plus max(max_staleness, 1) x the tokens of
 the last step. Neither side may wait for the other: when the queue is empty while the allowance holds
@@ -56,7 +60,9 @@ class Feed:
         self.max_staleness = options.max_staleness
         self.epochs = options.num_train_epochs if options.max_steps < 0 else math.inf
         self.dataset_size: int | None = None
-        self.version = 0
+        self.version = 0  # of the weights that the next micro-batch is trained at
+        self.served = 0  # of the weights on the servers
+        self.again = []  # prompts to be sampled again, as soon as the servers have that version
         self.on_wait = []  # called while waiting; may raise
         self.leaving = lambda: False  # was the run asked to end?
         self.window = Window()
@@ -69,6 +75,7 @@ class Feed:
         self.dropped = Counter()
         self.forwarded_tokens = 0  # unique tokens since the start, a resumed run's earlier ones included
         self.last_plan: list[list[Sample]] = []
+        self.planned = None  # (samples per rank, rows) handed to the ranks; training on them has not begun
         self.notice = Notice()
         self.last_group = time.monotonic()
         self.last_growth = 0.0
@@ -82,9 +89,12 @@ class Feed:
 
     def publish(self, again=(), servers=None) -> None:
         limit = max(self.max_staleness, 1) * self.step_tokens
-        self.rollouts.publish(self.version, self.used_tokens + limit + self.growth, again, servers)
+        self.again += again
+        ready = self.again if self.served == self.version else []
+        self.again = [] if ready else self.again
+        self.rollouts.publish(self.served, self.used_tokens + limit + self.growth, ready, servers)
 
-    def next(self, patience: float):
+    def take(self, patience: float):
         """Samples of a micro-batch, a list per rank; or None when no prompts are left, WAITING after
         `patience` seconds, LEAVING when the run was asked to end.
 
@@ -95,10 +105,9 @@ class Feed:
             if self.leaving():
                 return LEAVING
             if (batch := self.planner.pop()) is not None:
-                return self.use(batch)
+                return batch
             if self.ended():
-                batch = self.planner.flush()
-                return None if batch is None else self.use(batch)
+                return self.planner.flush()
             received = self.receive_one()
             self.check()
             now = time.monotonic()
@@ -108,14 +117,24 @@ class Feed:
                 self.grow(now)
             elif not received and starved and self.planner.held_tokens:
                 self.flushed = True
-                return self.use(self.planner.flush())
+                return self.planner.flush()
             if now - started > patience:
                 return WAITING
 
-    def receive_one(self) -> bool:
-        """Take one message; False when there is none within a moment."""
+    def take_ahead(self, version: int):
+        """`take` for the micro-batch after this one, trained at `version`: WAITING rather than waiting."""
+        if self.leaving():
+            return LEAVING
+        self.expect(version)
+        batch = self.planner.pop()
+        while batch is None and self.receive_one(patience=0.0):
+            batch = self.planner.pop()
+        return WAITING if batch is None else batch
+
+    def receive_one(self, patience: float = 0.1) -> bool:
+        """Take one message; False when there is none within `patience` seconds."""
         try:
-            message = self.rollouts.queue.get(timeout=0.1)
+            message = self.rollouts.queue.get(timeout=patience)
         except queue.Empty:
             return False
         if isinstance(message, DeathMessage):
@@ -179,15 +198,21 @@ class Feed:
         return self.settled.count + held >= self.epochs * self.dataset_size
 
     def start_version(self, version: int, servers: list[str] | None = None) -> None:
-        """Servers (None = all) have new weights. What the planner holds may be too old now."""
-        self.version = version
+        """Servers (None = all) have new weights."""
+        self.served = self.version = version
         self.publish(servers=servers)
+        self.expect(version)
+        self.publish()
+
+    def expect(self, version: int) -> None:
+        """What is planned from now on is trained at `version`: what the planner holds may be too old then."""
+        self.version = version
         stale = self.planner.evict(lambda s: version - s.version > self.max_staleness)
         self.window.add("sample/dropped_stale_count", len(stale))
         self.drop(stale, "too old")
-        held = self.planner.held_groups()
+        held = self.planner.held_groups() | {s.group_id for s in self.planned_samples()}
         lost = {s.group_id for s in stale if s.group_id not in held and not self.settled.includes(s.group_id)}
-        self.publish(sorted(lost))
+        self.again += sorted(lost)
 
     def losses(self) -> str:
         """What was dropped, for whoever wonders why nothing is trained."""
@@ -196,15 +221,32 @@ class Feed:
 
     def packets(self, patience: float) -> list:
         """What each rank gets: its Batch, None when the prompts are used up, WAITING or LEAVING."""
-        plan = self.next(patience)
+        return self.packed(self.take(patience))
+
+    def packets_ahead(self, version: int) -> list:
+        """`packets` of the micro-batch after this one, trained at `version`, without waiting."""
+        return self.packed(self.take_ahead(version))
+
+    def packed(self, plan) -> list:
         if plan in (None, WAITING, LEAVING):
             return [plan] * self.planner.ranks
         rows = [pack(samples, self.planner.share) for samples in plan]
-        self.measure_rows(rows)
+        self.planned = (plan, rows)
         trained_tokens = sum(row.terms for row in rows)
         return [Batch(row, trained_tokens) for row in rows]
 
-    def use(self, plan: list[list[Sample]]) -> list[list[Sample]]:
+    def planned_samples(self) -> list[Sample]:
+        """Those of the micro-batch that is packed and not begun; a spare rank's copies train nothing."""
+        return [s for row in self.planned[0] for s in row if s.trained.any()] if self.planned else []
+
+    def begin(self) -> None:
+        """The micro-batch of the last packets is trained now: count it."""
+        plan, rows = self.planned
+        self.planned = None
+        self.use(plan)
+        self.measure_rows(rows)
+
+    def use(self, plan: list[list[Sample]]) -> None:
         """Count a micro-batch that is about to be trained."""
         self.notice = Notice()
         now = time.time()
@@ -232,7 +274,6 @@ class Feed:
         for sample in samples:
             window.update({name: [value] for name, value in sample.metrics.items()})
         self.publish()
-        return plan
 
     def measure_rows(self, rows: list[Row]) -> None:
         unique = [row.unique_tokens for row in rows]
@@ -299,7 +340,7 @@ class Feed:
                 self.generated.update(message.generated)
                 queued += message.generated.get("samples", 0)
         dropped = sum(self.dropped.values())
-        held = self.open_samples + self.planner.held_samples + queued
+        held = self.open_samples + len(self.planned_samples()) + self.planner.held_samples + queued
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items()) or "none"
         return (
             f"samples: {self.generated['samples']} generated = {self.trained['samples']} trained + "

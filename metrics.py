@@ -297,19 +297,34 @@ def cell(record: dict, name: str, form: str) -> str:
 class Stopwatch:
     """Seconds spent in named phases: `with watch("perf/fwd_bwd_s"): ...`; `take()` gives and resets them."""
 
-    def __init__(self):
+    def __init__(self, cuda: bool = False):
         self.seconds: dict[str, float] = {}
         self.running: list[str] = []
+        self.cuda = cuda
+        self.events = []  # (name, start, end) of phases that the device may still be busy with
 
     @contextmanager
-    def __call__(self, name: str):
+    def __call__(self, name: str, on_device: bool = False):
+        """`on_device`: on CUDA, how long the device takes for what is launched inside; nothing waits here."""
         start = time.perf_counter()
+        if on_device and self.cuda:
+            import torch
+
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
         self.running.append(name)
         try:
             yield
         finally:
             self.running.pop()
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            if on_device and self.cuda:
+                events[1].record()
+                self.events.append((name, *events))
+            else:
+                self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def speak_up(self, speaks_for_itself: str) -> None:
         """From now on a phase that takes long is named on the console: it may wait for a rank that is stuck.
@@ -329,5 +344,9 @@ class Stopwatch:
         threading.Thread(target=watch, daemon=True).start()
 
     def take(self) -> dict[str, float]:
+        for name, start, end in self.events:
+            end.synchronize()
+            self.add(name, start.elapsed_time(end) / 1e3)
+        self.events = []
         seconds, self.seconds = self.seconds, {}
         return seconds

@@ -124,8 +124,11 @@ class Options:
     share_prefixes: bool = option(True, "forward a prefix that samples share once")
     per_device_train_batch_size: int = option(8, "samples per row when token_budget is 0")
     gradient_accumulation_steps: int = option(1, "micro-batches (one row per rank) of an optimizer step")
-    gradient_checkpointing: bool = option(True, "recompute activations in the backward")
+    gradient_checkpointing: str = choice(
+        "auto", ["auto", "true", "false"], "recompute activations in the backward; auto: where memory asks"
+    )
     attention: str = choice("auto", ["auto", "triton", "reference"], "attention backend")
+    compile: bool | None = option(None, "torch.compile the layers (none = on CUDA)")
     learning_rate: float = option(1e-6, "peak learning rate")
     lr_scheduler_type: str = choice(
         "constant", ["constant", "linear", "cosine"], "schedule after the warm-up"
@@ -160,6 +163,7 @@ class Options:
             self.vllm_server_base_url = [self.vllm_server_base_url]
         if self.epsilon_high is None:
             self.epsilon_high = self.epsilon
+        self.gradient_checkpointing = str(self.gradient_checkpointing).lower()
 
     @property
     def embedded(self) -> bool:

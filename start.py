@@ -17,11 +17,13 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from subprocess import Popen
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoTokenizer, get_scheduler
@@ -33,6 +35,7 @@ import serve
 from client import Server
 from conversation import read_template
 from loss import router_coefficient
+from memory import memory_of
 from options import OptionError, Options
 from questions import check_server
 from rollout import check_task, load_loop
@@ -215,15 +218,17 @@ def load_model(options: Options, ranks: Ranks):
             module.attention_dropout = 0.0
     for module in beside_language_model(model):
         module.requires_grad_(False)
-    if options.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     if not hasattr(model.get_decoder(), "layers"):
         raise OptionError(f"--model: model type {model.config.model_type!r} has no `layers` to be sharded by")
     shard(model, options, ranks)
     pretrained.read(model, options, ranks.device)
     model.train()
     option_of("model", attention.check, model.get_decoder())
-    model.get_decoder().reshard()  # after a forward without a backward its own parameters are still whole
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward without a backward its parameters may still be whole
+    if compiles(options, ranks.device):
+        compile_layers(model)
     return model, tokenizer
 
 
@@ -238,6 +243,53 @@ def beside_language_model(model) -> list[torch.nn.Module]:
     return [module for module in found if any(True for _ in module.parameters())]
 
 
+def compiles(options: Options, device: torch.device) -> bool:
+    return device.type == "cuda" if options.compile is None else options.compile
+
+
+def compile_layers(model) -> None:
+    """torch.compile of each decoder layer: equal layers share one graph, for rows of any length.
+
+    Only `forward`: FSDP's hooks stay outside. Recurrent layers stay as they are: their walk over the tree is
+    Python. See tests/test_attention.py::test_compiled_layers_share_a_graph_for_all_rows.
+    """
+    # Norms and products that the backward's matrix products read are made again in the kernels around them.
+    torch._functorch.config.ban_recompute_materialized_backward = False
+    for layer in model.get_decoder().layers:
+        if not any("DeltaNet" in type(module).__name__ for module in layer.modules()):
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def recomputing_layers(options: Options, model, budget: int, ranks: Ranks) -> int:
+    """How many layers --gradient_checkpointing means: with auto as few as rows of `budget` tokens ask for."""
+    layers = len(model.get_decoder().layers)
+    if options.gradient_checkpointing != "auto" or ranks.device.type != "cuda":
+        return layers if options.gradient_checkpointing == "true" else 0
+    if budget <= 0:  # nothing bounds a row
+        return layers
+    parameters = sum(p.numel() for p in model.parameters())
+    accumulates = options.gradient_accumulation_steps > 1
+    needs = memory_of(model.config, parameters, ranks.size, compiles(options, ranks.device), accumulates)
+    room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    count = needs.recomputing(budget, room)
+    peak, room = needs.peak(budget, count) / 2**30, room / 2**30
+    print(
+        f"rank {ranks.rank}: {count} of {layers} layers recompute their activations, for rows of {budget} "
+        f"tokens to take {peak:.0f} of {room:.0f} GiB"
+        + ("; they may not fit: lower --token_budget" if peak > room else ""),
+        flush=True,
+    )
+    return count
+
+
+def checkpoint_layers(model, count: int) -> None:
+    """Recompute the activations of the first `count` layers in the backward, and keep those of the others."""
+    for layer in model.get_decoder().layers[:count]:
+        layer.forward = partial(
+            torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
+
+
 def shard(model, options: Options, ranks: Ranks) -> None:
     """FSDP2, a unit per layer and one for the rest of the backbone. Gradients are summed, not averaged."""
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
@@ -246,8 +298,9 @@ def shard(model, options: Options, ranks: Ranks) -> None:
     )
     backbone, head = model.get_decoder(), model.get_output_embeddings()
     tied = head.weight is model.get_input_embeddings().weight
+    alone = {"reshard_after_forward": False} if ranks.size == 1 else {}  # there is nothing to free
     for layer in backbone.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, **alone)
     fully_shard(backbone, mesh=mesh, mp_policy=policy)
     if tied:
         head.weight = model.get_input_embeddings().weight  # the sharded one

@@ -61,12 +61,14 @@ from start import (
     Ranks,
     check_embedded,
     check_inputs,
+    checkpoint_layers,
     join_ranks,
     load_model,
     make_optimizer,
     obituary,
     option_of,
     reach_servers,
+    recomputing_layers,
     start_embedded,
 )
 from sync import WeightSync
@@ -95,7 +97,9 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
         vocabulary = model.get_input_embeddings().num_embeddings
         servers = reach_servers(options, embedded, vocabulary) if needs_servers else []
         sync = sync or WeightSync(servers, options.vllm_server_timeout, ranks.device)
-        feed = make_feed(options, ranks, ends, rollouts, progress, version, servers, embedded, model)
+        budget = token_budget(options, servers, ranks)
+        checkpoint_layers(model, recomputing_layers(options, model, budget, ranks))
+        feed = make_feed(options, ranks, ends, rollouts, progress, version, servers, embedded, model, budget)
         logger = Logger(options, step) if ranks.rank == 0 else None
         saver = Saver(options, model, optimizer, tokenizer, start)
 
@@ -111,7 +115,7 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
                 print(f"{ranks.leaving.cause()}stopped after step {step}; {how}", flush=True)
 
         ends.callback(saver.close)
-        watch, window = Stopwatch(), Window()
+        watch, window = Stopwatch(ranks.device.type == "cuda"), Window()
         if ranks.rank == 0:
             watch.speak_up("perf/rollout_wait_s")
         sync.init()
@@ -123,25 +127,36 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
         step_started = time.perf_counter()
         objective = make_objective(options)
         nonfinite_in_a_row = 0
+        batch = WAITING
         while options.max_steps < 0 or step < options.max_steps:
             trained_tokens = microbatches = 0
-            for _ in range(options.gradient_accumulation_steps):
+            for number in range(options.gradient_accumulation_steps):
                 with watch("perf/rollout_wait_s"):
-                    batch = next_batch(feed, ranks)
+                    while batch == WAITING:
+                        batch = next_batch(feed, ranks)
+                if batch == LEAVING:
+                    ranks.leaving.leave()
                 if batch is None:  # the prompts are used up: the step closes with what it has
                     break
-                row = batch.row.to(ranks.device)
-                with watch("perf/fwd_bwd_s"):
-                    total, stats = forward_backward(model, row, batch.trained_tokens, objective, options)
+                if feed:
+                    feed.begin()
+                row, tokens = batch.row, batch.trained_tokens
+                with watch("perf/fwd_bwd_s", on_device=True):
+                    total, stats = forward_backward(model, row, tokens, objective, options)
+                closes = number == options.gradient_accumulation_steps - 1
+                updates = closes and (step + 1) % options.weight_sync_steps == 0
+                batch = WAITING
+                if not closes or step + 1 != options.max_steps:  # while the device is busy
+                    batch = next_batch(feed, ranks, ahead_for=version + updates)
                 window.add("loss", (total, row.terms))
                 term_metrics(window, stats, row)
-                trained_tokens += batch.trained_tokens
+                trained_tokens += tokens
                 microbatches += 1
             if microbatches == 0:
                 break
             rate = scheduler.get_last_lr()[0]
             divisor = step_divisor(options.loss_normalization, trained_tokens, microbatches)
-            with watch("perf/optimizer_s"):
+            with watch("perf/optimizer_s", on_device=True):
                 grad_norm = optimizer_step(model, optimizer, scheduler, divisor, options.max_grad_norm)
             nonfinite_in_a_row = 0 if math.isfinite(grad_norm) else nonfinite_in_a_row + 1
             step += 1
@@ -182,16 +197,20 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
 # ---- the step ----
 
 
-def next_batch(feed: Feed | None, ranks: Ranks) -> Batch | None:
-    """The next micro-batch: rank 0 plans it, every rank gets its row. None when the prompts are used up."""
-    while True:
-        packets = feed.packets(PATIENCE_S) if feed else None
-        received = [None]
-        dist.scatter_object_list(received, packets, src=0, group=ranks.control)
-        if received[0] == LEAVING:
-            ranks.leaving.leave()
-        if received[0] != WAITING:
-            return received[0]
+def next_batch(feed: Feed | None, ranks: Ranks, ahead_for: int | None = None):
+    """The next micro-batch, its row on the device: rank 0 plans and packs it, every rank gets its own.
+
+    None when the prompts are used up, LEAVING when the run was asked to end; WAITING after PATIENCE_S, so
+    that no collective times out. With `ahead_for`, the version of the weights that it will be trained at, it
+    never waits: the device is busy with the micro-batch before.
+    """
+    packets = [None]
+    if feed:
+        packets = feed.packets(PATIENCE_S) if ahead_for is None else feed.packets_ahead(ahead_for)
+    received = [None]
+    dist.scatter_object_list(received, packets, src=0, group=ranks.control)
+    batch = received[0]
+    return replace(batch, row=batch.row.to(ranks.device)) if isinstance(batch, Batch) else batch
 
 
 def forward_backward(model, row: Row, trained_tokens: int, objective: Objective, options: Options):
@@ -201,15 +220,9 @@ def forward_backward(model, row: Row, trained_tokens: int, objective: Objective,
     that they do not depend on how samples were packed
     (tests/test_train.py::test_gradient_does_not_depend_on_packing).
     """
-    backbone = model.get_decoder()  # called below the root: the head runs fused with the loss, on terms only
+    index = attention.index(row, options.attention)  # needed until the backward has ended
     balance = router_coefficient(options.router_aux_loss_coef, model.config)
-    output = backbone(
-        input_ids=row.input_ids[None],  # [1, N]
-        position_ids=row.position_ids[None],  # [1, N]
-        use_cache=False,
-        **attention.index(row, options.attention),
-        **({"output_router_logits": True} if balance else {}),
-    )
+    output = backbone_output(model, row, **index, **({"output_router_logits": True} if balance else {}))
     hidden = output.last_hidden_state[0]  # [N, E]
     total, stats = row_loss(hidden, gathered_head(model), row, objective, options.temperature)
     value = total.detach()
@@ -220,6 +233,16 @@ def forward_backward(model, row: Row, trained_tokens: int, objective: Objective,
         total = total + balance * row.terms * stats["aux_loss"]
     (total * microbatch_weight(options.loss_normalization, trained_tokens)).backward()
     return value, stats
+
+
+def backbone_output(model, row: Row, **arguments):
+    """What lies below the head, called by itself: the head runs fused with the loss, on terms only."""
+    return model.get_decoder()(
+        input_ids=row.input_ids[None],  # [1, N]
+        position_ids=row.position_ids[None],  # [1, N]
+        use_cache=False,
+        **arguments,
+    )
 
 
 def gathered_head(model) -> Head:
@@ -233,17 +256,20 @@ def gathered_head(model) -> Head:
 
 
 def optimizer_step(model, optimizer, scheduler, divisor: int, max_grad_norm: float) -> float:
-    """Divide, clip by the norm over all ranks, step. A gradient that is not finite changes no weight."""
+    """Divide, clip by the norm over all ranks, step. A gradient that is not finite changes no weight.
+
+    The fused AdamW does all of it on the device (`grad_scale`, `found_inf`, made for loss scaling); reading
+    the norm at the end is the one time in a step that the host waits for the device.
+    """
     parameters = [p for p in model.parameters() if p.grad is not None]
-    for parameter in parameters:
-        parameter.grad.div_(divisor)
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
-    norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-    if math.isfinite(norm):
-        optimizer.step()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]) / divisor
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    optimizer.grad_scale = divisor / (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+    optimizer.found_inf = (~norm.isfinite()).float()
+    optimizer.step()
     scheduler.step()
     optimizer.zero_grad(set_to_none=True)
-    return norm
+    return float(norm)
 
 
 def update_weights(sync, model, version: int, feed: Feed | None, ranks: Ranks, watch: Stopwatch) -> None:
@@ -305,18 +331,24 @@ def make_objective(options: Options) -> Objective:
     )
 
 
+def token_budget(options: Options, servers: list, ranks: Ranks) -> int:
+    """Most unique tokens of a row, on every rank: as asked for, or the least context of the servers."""
+    budget = [options.token_budget]
+    if ranks.rank == 0 and budget == [None]:
+        if not servers:
+            raise OptionError("--token_budget is required where no server tells its max_model_len")
+        budget = [min(server.models()[0]["max_model_len"] for server in servers)]
+    dist.broadcast_object_list(budget, src=0, group=ranks.control)
+    return budget[0]
+
+
 def make_feed(
-    options, ranks: Ranks, ends: ExitStack, rollouts, progress, version, servers, embedded, model
+    options, ranks: Ranks, ends: ExitStack, rollouts, progress, version, servers, embedded, model, budget
 ) -> Feed | None:
     """Rank 0: start the rollouts, which wait for the first allowance, and plan rows from what they queue."""
     if ranks.rank != 0:
         return None
     rollouts = rollouts or RolloutProcess(replace(options, vllm_server_base_url=[s.url for s in servers]))
-    budget = options.token_budget
-    if budget is None:
-        if not servers:
-            raise OptionError("--token_budget is required where no server tells its max_model_len")
-        budget = min(server.models()[0]["max_model_len"] for server in servers)
     planner = Planner(
         ranks.size,
         budget,

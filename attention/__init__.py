@@ -24,10 +24,10 @@ one that sampled. And no layer ever falls back to ordinary attention when the in
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from itertools import count
+from weakref import WeakValueDictionary
 
 import torch
 from transformers import AttentionInterface
@@ -51,20 +51,32 @@ HARMLESS = {
 }
 
 
-@dataclass(eq=False)
 class Index:
-    """What travels to the layers: an object, no tensor, so FSDP and checkpointing hand it on untouched."""
+    """What travels to the layers: one object that FSDP and checkpointing hand on untouched.
 
-    length: int  # N
-    plan: Any
-    attend: Callable
-    recurrence: delta.Plan  # for layers that carry a state along
+    No tensor, and no dataclass, which FSDP would copy for every layer, with all that its plan has found out
+    (tests/test_attention.py::test_an_index_reaches_sharded_layers_itself).
+    """
+
+    def __init__(self, length: int, plan, attend: Callable, recurrence, gradients: Callable | None = None):
+        self.length = length  # N
+        self.plan = plan
+        self.attend = attend
+        self.gradients = gradients  # of the backend; None = by differentiating `attend` once more
+        self.recurrence = recurrence  # delta.Plan, for layers that carry a state along
+        self.number = torch.tensor(next(_numbers))  # int64, on the CPU
+        _indices[int(self.number)] = self
+
+
+_numbers = count()
+_indices: WeakValueDictionary[int, Index] = WeakValueDictionary()  # how a compiled layer finds its row's
 
 
 def register() -> None:
     """Makes `attn_implementation="tree"` known to transformers. Calling it again changes nothing."""
     AttentionInterface.register("tree", tree_attention)
     AttentionMaskInterface.register("tree", no_mask)
+    attend_opaquely.register_autograd(_backward, setup_context=_save)
 
 
 def index(row, backend: str = "auto") -> dict:
@@ -84,9 +96,10 @@ def _index(subtree_end: torch.Tensor, position_ids: torch.Tensor, backend: str =
     recurrence = delta.Plan(subtree_end, position_ids, plain=backend == "reference")
     if backend == "auto" and subtree_end.is_cuda and find_spec("triton"):
         plans = [_module(name).plan(subtree_end, position_ids) for name in ("triton", "reference")]
-        return Index(len(subtree_end), plans, _attend_fastest, recurrence)
+        return Index(len(subtree_end), plans, _attend_fastest, recurrence, _gradients_fastest)
     module = _module("reference" if backend == "auto" else backend)
-    return Index(len(subtree_end), module.plan(subtree_end, position_ids), module.attend, recurrence)
+    plan, gradients = module.plan(subtree_end, position_ids), getattr(module, "gradients", None)
+    return Index(len(subtree_end), plan, module.attend, recurrence, gradients)
 
 
 def _module(backend: str):
@@ -98,6 +111,15 @@ def _attend_fastest(query, key, value, plans, scale, window=None, **options):
     refused = _module("triton").refusal(query, key, value, scale, window)
     module, plan = (_module("reference"), plans[1]) if refused else (_module("triton"), plans[0])
     return module.attend(query, key, value, plan, scale, window=window, **options)
+
+
+def _gradients_fastest(doutput, query, key, value, output, lse, plans, scale, window=None, **options):
+    """Backward of `_attend_fastest`."""
+    if _module("triton").refusal(query, key, value, scale, window):
+        index = Index(len(query), plans[1], _module("reference").attend, None)
+        return _differentiated(index, doutput, query, key, value, scale, window=window, **options)
+    rest = (output, lse, plans[0], scale, window)
+    return _module("triton").gradients(doutput, query, key, value, *rest, **options)
 
 
 def tree_attention(
@@ -136,7 +158,8 @@ def tree_attention(
             f"{_name(module)} got no tree index: pass **attention.index(row) to the model's forward. If "
             "you do, this architecture keeps it from its attention and cannot be trained on trees"
         )
-    if query.shape[0] != 1 or query.shape[2] != tree.length or key.shape[2] != tree.length:
+    compiling = torch.compiler.is_compiling()  # then the operator compares: N must not become a constant
+    if not compiling and (query.shape[0], query.shape[2], key.shape[2]) != (1, tree.length, tree.length):
         found = f"attends from {query.shape[0]} x {query.shape[2]} to {key.shape[2]} tokens"
         raise ValueError(
             f"{_name(module)} {found}, but its index is of one row of {tree.length}: "
@@ -150,10 +173,98 @@ def tree_attention(
         tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value)
     )  # [N, H or G, D]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = tree.attend(
-        query, key, value, tree.plan, scale, window=sliding_window, softcap=softcap, sinks=s_aux
-    )
+    if compiling:
+        output, _ = attend_opaquely(query, key, value, s_aux, tree.number, scale, sliding_window, softcap)
+    else:
+        output = tree.attend(
+            query, key, value, tree.plan, scale, window=sliding_window, softcap=softcap, sinks=s_aux
+        )
     return output[None], None
+
+
+# ---- the same call as one operator, which torch.compile leaves alone
+
+
+@torch.library.custom_op("treegrpo::attend", mutates_args=())
+def attend_opaquely(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    number: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` of the index `number` -> output [N, H, Dv], log-sum-exp [N, H] float32."""
+    index = _find(number, query)
+    options = {"window": window, "softcap": softcap, "sinks": sinks, "with_lse": True}
+    output, lse = index.attend(query, key, value, index.plan, scale, **options)
+    return output, lse.float()
+
+
+@attend_opaquely.register_fake
+def _(query, key, value, sinks, number, scale, window, softcap):
+    output = query.new_empty(*query.shape[:2], value.shape[2])  # [N, H, Dv]
+    return output, query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("treegrpo::attend_backward", mutates_args=())
+def _attend_backward(
+    doutput: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    number: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> list[torch.Tensor]:
+    """Gradients by query, key, value, and sinks where there are some."""
+    index = _find(number, query)
+    options = {"window": window, "softcap": softcap, "sinks": sinks}
+    if index.gradients:
+        found = index.gradients(doutput, query, key, value, output, lse, index.plan, scale, **options)
+    else:
+        found = _differentiated(index, doutput, query, key, value, scale, **options)
+    return [gradient.contiguous() for gradient in found if gradient is not None]
+
+
+@_attend_backward.register_fake
+def _(doutput, query, key, value, sinks, output, lse, number, scale, window, softcap):
+    wanted = [query, key, value] + ([] if sinks is None else [sinks])
+    return [tensor.new_empty(tensor.shape) for tensor in wanted]
+
+
+def _differentiated(index: Index, doutput, query, key, value, scale, sinks, **options):
+    """Gradients from a second forward. An operator runs with autograd switched off below it: not here."""
+    autograd = torch._C.DispatchKey.AutogradFunctionality
+    with torch._C._SetExcludeDispatchKeyGuard(autograd, False), torch.enable_grad():
+        leaves = [None if x is None else x.detach().requires_grad_() for x in (query, key, value, sinks)]
+        output = index.attend(*leaves[:3], index.plan, scale, sinks=leaves[3], **options)
+    return torch.autograd.grad(output, [leaf for leaf in leaves if leaf is not None], doutput)
+
+
+def _save(ctx, inputs, output) -> None:
+    query, key, value, sinks, number, *ctx.options = inputs
+    ctx.save_for_backward(query, key, value, sinks, *output, number)
+
+
+def _backward(ctx, doutput, _):
+    gradients = _attend_backward(doutput, *ctx.saved_tensors, *ctx.options)
+    return *gradients, *[None] * (8 - len(gradients))
+
+
+def _find(number: torch.Tensor, query: torch.Tensor) -> Index:
+    index = _indices.get(int(number))
+    if index is None:
+        raise RuntimeError("the tree index of this row is gone: keep it until the backward has ended")
+    if index.length != len(query):
+        raise ValueError(f"a row of {len(query)} tokens came with an index of {index.length}")
+    return index
 
 
 def no_mask(attention_mask=None, mask_function=None, use_vmap=False, **_) -> None:
@@ -228,7 +339,7 @@ def _hidden(model, backend, ids, depth, subtree_end, calls=None) -> torch.Tensor
             calls.append((window, query.dtype))
         return tree.attend(query, *args, window=window, **options)
 
-    kwargs = {"tree": replace(tree, attend=noting)}
+    kwargs = {"tree": Index(tree.length, tree.plan, noting, tree.recurrence)}
     output = model(input_ids=ids[None], position_ids=depth[None], use_cache=False, **kwargs)
     hidden = getattr(output, "last_hidden_state", None)
     return (output.logits if hidden is None else hidden)[0]

@@ -261,30 +261,47 @@ class _Attention(torch.autograd.Function):
         if fast:
             fast.forward(query, key, value, output, lse, sinks, plan, scale, window, meetings)
         else:
-            _launch("forward", _forward, ctx, (query, key, value), (output, lse, sinks))
+            _launch("forward", _forward, ctx.options, (query, key, value), (output, lse, sinks))
         return output, lse
 
     @staticmethod
     def backward(ctx, doutput, dlse):
         query, key, value, sinks, output, lse = ctx.saved_tensors
-        plan, scale, window, softcap = ctx.options
-        doutput = _dense(doutput)
-        dquery, dkey, dvalue = (torch.empty_like(tensor) for tensor in (query, key, value))
-        fast = _hopper(query, key, value, softcap)
-        fold = fast.fold(query, key) if fast else query.shape[1] // key.shape[1]
-        lse, delta = _folded(output, doutput, lse, dlse, fold)  # [F, R padded] each
+        rest = (output, lse, *ctx.options, sinks, dlse)
+        return *gradients(doutput, query, key, value, *rest), None, None, None, None
+
+
+def gradients(
+    doutput, query, key, value, output, lse, plan, scale, window=None, softcap=None, sinks=None, dlse=None
+):
+    """The backward of `attend` from what it returned: d query, d key, d value, d sinks (None without)."""
+    if window is not None and window >= plan.longest:
+        window = None
+    if scale < 0:
+        rest = (output, lse, plan, -scale, window, softcap, sinks, dlse)
+        dquery, *others = gradients(doutput, -query, key, value, *rest)
+        return -dquery, *others
+    doutput, query, key, value = (_dense(tensor) for tensor in (doutput, query, key, value))
+    options = (plan, scale, window, softcap)
+    dquery, dkey, dvalue = (torch.empty_like(tensor) for tensor in (query, key, value))
+    fast = _hopper(query, key, value, softcap)
+    fold = fast.fold(query, key) if fast else query.shape[1] // key.shape[1]
+    dlse = torch.zeros_like(lse) if dlse is None else dlse
+    lse, delta = _folded(output, doutput, lse, dlse, fold)  # [F, R padded] each
+    with torch.cuda.device_of(query):
         if fast:
-            rows, gradients = (query, key, value, doutput), (dquery, dkey, dvalue)
-            fast.backward(*rows, *gradients, lse, delta, plan, scale, window, meetings)
+            rows, found = (query, key, value, doutput), (dquery, dkey, dvalue)
+            fast.backward(*rows, *found, lse, delta, plan, scale, window, meetings)
         else:
-            _launch("dq", _backward_query, ctx, (query, key, value, doutput, dquery), (lse, delta))
-            _launch("dkv", _backward_key, ctx, (query, key, value, doutput, dkey, dvalue), (lse, delta))
-        dsinks = None
-        if sinks is not None:
-            sink = sinks.float().view(len(lse), 1, -1) * LOG2E  # [F, 1, H / F]
-            weight = (sink - _unfolded(lse, query)).exp2()  # [F, N, H / F]
-            dsinks = -(weight * _unfolded(delta, query)).sum(1).flatten().to(sinks.dtype)  # [H]
-        return dquery, dkey, dvalue, dsinks, None, None, None, None
+            strided = (query, key, value, doutput)
+            _launch("dq", _backward_query, options, (*strided, dquery), (lse, delta))
+            _launch("dkv", _backward_key, options, (*strided, dkey, dvalue), (lse, delta))
+    dsinks = None
+    if sinks is not None:
+        sink = sinks.float().view(len(lse), 1, -1) * LOG2E  # [F, 1, H / F]
+        weight = (sink - _unfolded(lse, query)).exp2()  # [F, N, H / F]
+        dsinks = -(weight * _unfolded(delta, query)).sum(1).flatten().to(sinks.dtype)  # [H]
+    return dquery, dkey, dvalue, dsinks
 
 
 def _hopper(query, key, value, softcap):
@@ -305,9 +322,9 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if strided and tensor.data_ptr() % 16 == 0 else tensor.contiguous()
 
 
-def _launch(kind: str, kernel, ctx, strided: tuple, plain: tuple) -> None:
+def _launch(kind: str, kernel, options: tuple, strided: tuple, plain: tuple) -> None:
     """Runs a kernel: a program per tile ("dkv": block) and K/V head. `strided` tensors: [N, heads, size]."""
-    plan, scale, window, softcap = ctx.options
+    plan, scale, window, softcap = options
     query, key, value = strided[:3]
     length, heads, size = query.shape
     groups, value_size = key.shape[1], value.shape[2]

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +18,10 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.utils import _apply_to_tensors
 
 import attention
+import start
 from attention import reference
 from packing import Sample, pack
 
@@ -397,6 +400,26 @@ def test_kernels_take_heads_before_tokens_and_an_expanded_gradient(tree):
 
 
 @kernels
+@pytest.mark.parametrize("scale", [0.25, -0.25])
+def test_the_operator_of_compiled_layers_has_the_gradients_of_the_kernels(tree, scale):
+    attention.register()
+    end, depth = random_row(70, 2, 0.1)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(70, heads, 16, device=DEVICE) for heads in (4, 2, 2))
+    sinks, gradient = torch.randn(4, device=DEVICE), torch.randn(70, 4, 16, device=DEVICE)
+    index = attention._index(end.to(DEVICE), depth.to(DEVICE), "triton")
+    results = []
+    for operator in (False, True):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
+        if operator:
+            out, _ = attention.attend_opaquely(*leaves, index.number, scale, 9, None)
+        else:
+            out = index.attend(*leaves[:3], index.plan, scale, window=9, sinks=leaves[3])
+        results.append([out, *torch.autograd.grad(out, leaves, gradient)])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@kernels
 @pytest.mark.parametrize("owner", ["tile", "block"])
 @pytest.mark.parametrize("window", [None, 1, 7])
 @pytest.mark.parametrize("repeat, tile, block", [(1, 16, 16), (3, 16, 32), (16, 32, 16)])
@@ -541,6 +564,47 @@ def test_gradient_checkpointing_replays_the_index(reentrant):
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
     torch.testing.assert_close(backward(row_logp(forward, samples), model), plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("family, graphs", [("Qwen3", 1), ("Gemma2", 2), ("GptOss", None)])
+def test_compiled_layers_share_a_graph_for_all_rows(family, graphs, monkeypatch):
+    """And give what eager ones do. Gemma2 has layers with and without a window; GptOss has sinks, and loops
+    over its experts."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model = tiny_model(family, num_hidden_layers=4)
+
+    def forward(ids, positions, **tree):
+        kept.append(tree)
+        return model(input_ids=ids, position_ids=positions, use_cache=False, **tree).logits
+
+    rows, kept = [random_samples(seed) for seed in range(3)], []
+    plain = [backward(row_logp(forward, samples), model) for samples in rows]
+    start.compile_layers(model)
+    start.checkpoint_layers(model, 2)
+    for samples, wanted in zip(rows, plain, strict=True):
+        found = backward(row_logp(forward, samples), model)
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    if graphs:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+        assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_the_operator_refuses_a_row_that_is_not_its_indexs():
+    q = torch.zeros(3, 4, 8)
+    with pytest.raises(RuntimeError, match="keep it until the backward has ended"):
+        attention.attend_opaquely(q, q, q, None, torch.tensor(-1), 1.0, None, None)
+    index = attention._index(torch.tensor([2, 2], dtype=torch.int32), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="3 tokens came with an index of 2"):
+        attention.attend_opaquely(q, q, q, None, index.number, 1.0, None, None)
+
+
+def test_an_index_reaches_sharded_layers_itself():
+    """FSDP rebuilds the dataclasses among a layer's arguments; the plan of a copy starts from nothing."""
+    row = pack([make_sample(ids) for ids in random_samples(0)]).to("cpu")
+    arguments = attention.index(row)
+    assert _apply_to_tensors(lambda tensor: tensor, arguments)["tree"] is arguments["tree"]
 
 
 def test_layers_share_the_masks_of_a_row(monkeypatch):

@@ -66,9 +66,16 @@ def close(feed):
     feed.close_step({"perf/fwd_bwd_s": 1.0, "perf/step_s": 1.0}, 1)
 
 
+def take(feed, patience):
+    """The samples of a micro-batch whose training begins at once."""
+    if isinstance(plan := feed.take(patience), list):
+        feed.use(plan)
+    return plan
+
+
 def drain(feed, patience=5.0):
     plans = []
-    while (plan := feed.next(patience)) not in (None, WAITING):
+    while (plan := take(feed, patience)) not in (None, WAITING):
         plans.append(plan)
         close(feed)
     return plans, plan
@@ -85,7 +92,7 @@ def test_every_sample_is_planned_once_and_the_stream_ends():
 
 def test_empty_is_not_finished():
     feed = feed_of(Producer(group(0, size=6)), budget=100)
-    assert feed.next(patience=0.3) == WAITING
+    assert take(feed, 0.3) == WAITING
 
 
 def test_dropped_groups_count_towards_the_end_of_the_epoch():
@@ -101,9 +108,9 @@ def test_samples_beyond_max_staleness_are_dropped_and_counted(max_staleness, kep
     """At version 7, samples of versions 2, 3, 7 and 6: staleness 5, 4, 0, 1."""
     messages = [group(i, count=1, size=4, version=v) for i, v in enumerate([2, 3, 7, 6])]
     feed = feed_of(Producer(*messages), max_staleness=max_staleness, budget=10)
-    feed.version = 7
+    feed.start_version(7)
     plans = []
-    while (plan := feed.next(0.3)) != WAITING:
+    while (plan := take(feed, 0.3)) != WAITING:
         plans.append(plan)
     versions = [s.version for plan in plans for row in plan for s in row]
     held = feed.planner.held_tokens // 10
@@ -115,7 +122,7 @@ def test_samples_beyond_max_staleness_are_dropped_and_counted(max_staleness, kep
 def test_a_prompt_whose_group_was_too_old_is_sampled_again():
     producer = Producer(group(0, size=2, version=0), group(1, size=2, version=9))
     feed = feed_of(producer, max_staleness=4)
-    feed.version = 9
+    feed.start_version(9)
     drain(feed, patience=0.3)
     assert producer.again == [0]
     assert feed.progress.position == 0
@@ -128,15 +135,16 @@ def test_what_the_planner_holds_never_gets_older_than_max_staleness():
     """Held samples are looked at again at every update; a group of which nothing is left is sampled again."""
     producer = Producer(group(0, size=3), group(1, size=3, version=1))
     feed = feed_of(producer, max_staleness=1, budget=1000)
-    assert feed.next(0.3) == WAITING and feed.planner.held_samples == 4
+    assert take(feed, 0.3) == WAITING and feed.planner.held_samples == 4
     feed.start_version(1)
     assert feed.planner.held_samples == 4 and producer.again == []
     feed.start_version(2)
     assert feed.planner.held_samples == 2 and producer.again == [0]
     assert feed.dropped == {"too old": 2} and not feed.ended()
     producer.queue.put(group(0, size=3, version=2))
-    assert feed.next(0.3) == WAITING
-    plan = feed.use(feed.planner.flush())
+    assert take(feed, 0.3) == WAITING
+    plan = feed.planner.flush()
+    feed.use(plan)
     assert sorted(s.group_id for row in plan for s in row) == [0, 0, 1, 1]
     assert feed.window.values()["sample/staleness_max"] == 1
 
@@ -148,14 +156,14 @@ def test_a_stream_of_dropped_groups_does_not_keep_the_ranks_waiting():
     looked = []
     feed.on_wait.append(lambda: looked.append(1))
     start = time.monotonic()
-    assert feed.next(patience=0.3) == WAITING
+    assert take(feed, 0.3) == WAITING
     assert time.monotonic() - start < 3 and looked
 
 
 def test_the_notice_says_what_was_dropped(monkeypatch, capsys):
     monkeypatch.setattr("client.FIRST_NOTICE_S", 0.0)
     feed = feed_of(Producer(*[group(i, dropped="equal rewards") for i in range(3)]))
-    feed.next(patience=0.5)
+    take(feed, 0.5)
     assert "2 equal rewards" in capsys.readouterr().out
 
 
@@ -168,7 +176,7 @@ def test_saved_position_is_the_first_prompt_neither_trained_nor_dropped_for_its_
 
 def test_a_prompt_is_done_when_its_step_closes_not_when_it_is_planned():
     feed = feed_of(Producer(*[group(i, size=9) for i in range(4)]))
-    feed.next(5.0)
+    take(feed, 5.0)
     assert feed.progress.count == 0
     close(feed)
     assert feed.progress.count >= 1
@@ -181,7 +189,7 @@ def test_allowance_is_what_was_used_plus_staleness_times_the_last_step(max_stale
     feed = feed_of(producer, budget=100, max_staleness=max_staleness)
     feed.publish()
     assert producer.published[-1] == (0, limit)
-    feed.next(5.0)
+    take(feed, 5.0)
     close(feed)
     feed.publish()
     assert producer.published[-1] == (0, feed.used_tokens + max(max_staleness, 1) * feed.step_tokens)
@@ -194,7 +202,7 @@ def test_allowance_grows_while_both_sides_wait(max_staleness):
     feed = feed_of(producer, budget=1000, max_staleness=max_staleness)
     feed.publish()
     before = producer.published[-1][1]
-    assert feed.next(patience=1.0) == WAITING
+    assert take(feed, 1.0) == WAITING
     assert producer.published[-1][1] > before
 
 
@@ -227,12 +235,11 @@ def test_neither_side_waits_for_the_other_with_rows_that_share(max_staleness, ra
     steps = 0
     feed.publish()
     start = time.monotonic()
-    while (plan := feed.next(patience=20.0)) is not None:
+    while (plan := take(feed, 20.0)) is not None:
         assert plan != WAITING
         steps += 1
-        feed.version += 1
         close(feed)
-        feed.publish()
+        feed.start_version(feed.version + 1)
     assert steps > 3 and feed.progress.count == 60
     assert time.monotonic() - start < 15
 
@@ -240,7 +247,7 @@ def test_neither_side_waits_for_the_other_with_rows_that_share(max_staleness, ra
 def test_a_starved_planner_is_flushed_and_does_not_shrink_the_allowance(monkeypatch):
     monkeypatch.setattr("feed.STARVED_S", 0.3)
     feed = feed_of(Producer(group(0)), budget=1000)
-    plan = feed.next(patience=5.0)
+    plan = take(feed, 5.0)
     assert sum(len(row) for row in plan) == 2
     close(feed)
     assert feed.step_tokens == 1000
@@ -249,7 +256,7 @@ def test_a_starved_planner_is_flushed_and_does_not_shrink_the_allowance(monkeypa
 def test_death_of_the_producer_carries_its_traceback():
     feed = feed_of(Producer(DeathMessage("Traceback: ValueError: bad gold answer")))
     with pytest.raises(RolloutError, match="bad gold answer"):
-        feed.next(5.0)
+        take(feed, 5.0)
 
 
 def test_oversize_samples_are_dropped_counted_and_do_not_stop_the_run():
@@ -279,7 +286,7 @@ def test_seconds_held_back_are_added_up_over_a_step():
 
 def test_a_run_that_is_asked_to_leave_does_so_between_two_micro_batches():
     feed = feed_of(Producer(*[group(i, size=9) for i in range(6)]), ranks=2)
-    feed.next(5.0)
+    take(feed, 5.0)
     feed.leaving = lambda: True
     assert feed.packets(5.0) == [LEAVING, LEAVING]
     numbers = [int(n) for n in re.findall(r"(\d+) (?:generated|trained|dropped|in flight)", feed.ledger())]
@@ -290,12 +297,13 @@ def test_what_is_looked_at_while_waiting_can_end_the_run():
     feed = feed_of(Producer())
     feed.on_wait.append(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        feed.next(5.0)
+        take(feed, 5.0)
 
 
 def test_spare_ranks_train_nothing_and_are_not_counted():
     feed = feed_of(Producer(group(0, count=1, size=1)), ranks=3)
     packets = feed.packets(5.0)
+    feed.begin()
     assert [packet.row.terms > 0 for packet in packets].count(True) == 1
     assert all(packet.row.unique_tokens > 0 for packet in packets)
     assert len({packet.trained_tokens for packet in packets}) == 1
@@ -305,5 +313,45 @@ def test_spare_ranks_train_nothing_and_are_not_counted():
 
 def test_metrics_of_the_producer_reach_the_window():
     feed = feed_of(Producer(MetricsMessage({"reward": [1.0, 0.0], "rollout/score_s": 2.0})))
-    feed.next(patience=0.2)
+    take(feed, 0.2)
     assert feed.take_window().values() == {"reward": 0.5, "rollout/score_s": 2.0}
+
+
+# ---- the micro-batch after this one
+
+
+def test_what_is_taken_ahead_counts_when_its_own_turn_comes():
+    feed = feed_of(Producer(*[group(i, size=9) for i in range(6)]))
+    feed.packets(5.0)
+    feed.begin()
+    used = feed.used_tokens
+    ahead = feed.packets_ahead(version=1)
+    assert ahead[0].row.terms > 0 and feed.used_tokens == used
+    close(feed)
+    first = feed.trained["samples"]
+    numbers = [int(n) for n in re.findall(r"(\d+) (?:generated|trained|dropped|in flight)", feed.ledger())]
+    assert numbers[0] == sum(numbers[1:]) and numbers[1] == first
+    feed.start_version(1)
+    feed.begin()
+    close(feed)
+    assert feed.used_tokens > used and feed.trained["samples"] > first
+    assert feed.window.values()["sample/staleness_max"] == 1
+
+
+def test_nothing_is_waited_for_ahead():
+    feed = feed_of(Producer(group(0, size=9)), budget=1000)
+    started = time.monotonic()
+    assert feed.packets_ahead(version=0) == [WAITING]
+    assert time.monotonic() - started < 0.1 and feed.planner.held_samples == 2
+
+
+def test_age_is_that_of_the_update_a_sample_is_trained_at():
+    """With staleness 0 nothing made before an update is trained after it, whenever it was taken; a prompt is
+    sampled again only by servers that have the update."""
+    producer = Producer(group(0, size=9), group(1, size=9))
+    feed = feed_of(producer, max_staleness=0)
+    assert feed.packets_ahead(version=1) == [WAITING]
+    assert feed.dropped == {"too old": 4} and producer.again == []
+    assert all(version == 0 for version, _ in producer.published)
+    feed.start_version(1)
+    assert producer.again == [0, 1] and producer.published[-1][0] == 1

@@ -1,0 +1,96 @@
+"""Will it fit? The bytes that a rank needs at the peak of a step: python memory.py prints README's table.
+
+    weights    12 P / R    float32 weights and AdamW's two moments, sharded over R ranks
+               + 2 P       one rank: bf16 weights, all of them gathered
+               | + 2 V E + 12 P_layer    more: the embedding, two layers, the gradient of one in the making
+    gradients   4 P / R    float32. They come as activations go, so only the larger of the two counts, unless
+                           gradients of an earlier micro-batch wait (accumulation)
+    row         N tokens: 12 E a token around the layers; in a layer whose activations are kept
+                2 (2 E + 3 H D + 3 G D + 2 W) a token, in one that recomputes them 2 E, its input
+    head        6 V E and a block of logits (4 V E more where the weight is gathered)
+
+P parameters, N unique tokens of the row (at most the token budget), E hidden size, H query heads, G K/V
+heads, D head size, W width of the MLP (of all the experts a token goes to), V vocabulary. What a compiled
+layer keeps: its input and the residual after attention, q and k before and after norm and rotation, v, what
+attention gives, and both halves of the gated MLP; the rest is worked out again in fused kernels. An
+uncompiled one keeps norms in float32 and every product: about 2.5 times that. Layers that recompute are the
+first: those after them have been freed when their turn comes.
+
+It must never be taken for exact: `MARGIN` of the device stays free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from head import CHUNK_BYTES
+
+MARGIN = 0.06  # of the device: fragmentation, libraries, what this leaves out
+EAGER = 2.5  # times the activations of a compiled layer
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes at the peak of a step on one rank; per token of the row where it says so."""
+
+    weights: float
+    gradients: float
+    accumulates: bool
+    head: float
+    token: float  # per token, outside the layers
+    kept: float  # per token, of a layer that keeps its activations
+    recomputed: float  # per token, of a layer that works them out again
+    layers: int
+
+    def peak(self, tokens: int, recomputing: int = 0) -> float:
+        """With the first `recomputing` layers under gradient checkpointing."""
+        kept = max(self.layers - recomputing, 1) * self.kept + recomputing * self.recomputed
+        row = tokens * (self.token + kept) + self.head
+        together = self.gradients + row if self.accumulates else max(self.gradients, row)
+        return self.weights + together
+
+    def recomputing(self, tokens: float, room: float) -> int:
+        """The fewest layers that must recompute for a row to fit into `room` bytes; all if it never does."""
+        fits = (n for n in range(self.layers) if self.peak(tokens, n) <= room * (1 - MARGIN))
+        return next(fits, self.layers)
+
+    def most_tokens(self, room: float, recomputing: int) -> int:
+        """The longest row that fits into `room` bytes."""
+        room = room * (1 - MARGIN) - self.weights - self.head - self.gradients * self.accumulates
+        per_token = (self.peak(2**30, recomputing) - self.peak(2**29, recomputing)) / 2**29
+        return max(int(room / per_token), 0)
+
+
+def memory_of(config, parameters: int, ranks: int, compiled: bool, accumulates: bool) -> Memory:
+    """Memory of training a transformers configuration with so many parameters, in bf16 on `ranks` ranks."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    def read(*names, default=0):
+        values = (getattr(config, name, None) for name in names)
+        return next((value for value in values if value is not None), default)
+
+    layers, hidden = read("num_hidden_layers", default=1), read("hidden_size", default=1)
+    heads = read("num_attention_heads", default=1)
+    kv_heads = read("num_key_value_heads", default=heads)
+    size = read("head_dim", default=hidden // heads)
+    width = read("intermediate_size", default=4 * hidden)
+    if experts := read("num_experts_per_tok"):
+        width = read("moe_intermediate_size", default=width)
+        width = experts * (width + hidden) + read(
+            "shared_expert_intermediate_size"
+        )  # inputs sorted by expert
+    embedding = read("vocab_size") * hidden
+    untied = 0 if read("tie_word_embeddings") else embedding
+    layer = (parameters - embedding - untied) / layers
+    gathered = 2 * parameters if ranks == 1 else 2 * (embedding + untied) + 12 * layer
+    kept = 2 * (2 * hidden + 3 * (heads + kv_heads) * size + 2 * width)
+    return Memory(
+        weights=12 * parameters / ranks + gathered,
+        gradients=4 * parameters / ranks,
+        accumulates=accumulates,
+        head=(6 if ranks == 1 else 10) * embedding + CHUNK_BYTES["cuda"],
+        token=12 * hidden,
+        kept=kept * (1 if compiled else EAGER),
+        recomputed=2 * hidden,
+        layers=layers,
+    )
