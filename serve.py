@@ -235,9 +235,10 @@ def token_logprobs(request: Request, name) -> dict:
 
 def prompt_entry(engine: Engine, token: int, logp: float, rank: int, ids: list[int], logps: list) -> dict:
     """One prompt token: itself first, with its rank, then the most likely others."""
-    entry = {}
-    for one, value, place in [(token, logp, rank), *zip(ids, logps, range(1, len(ids) + 1), strict=True)]:
-        entry.setdefault(str(one), {"logprob": value, "rank": place, "decoded_token": engine.piece(one)})
+    entry = {str(token): {"logprob": logp, "rank": rank, "decoded_token": engine.piece(token)}}
+    for place, (other, value) in enumerate(zip(ids, logps, strict=True), start=1):
+        if other != token:
+            entry[str(other)] = {"logprob": value, "rank": place, "decoded_token": engine.piece(other)}
     return entry
 
 

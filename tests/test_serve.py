@@ -386,11 +386,15 @@ def assert_logp(model, prompt, choice, first=0, last=None):
 
 @pytest.mark.parametrize("chunk", [10**9, 5])
 def test_prompt_logprobs_equal_a_plain_forward_and_ignore_sampling(server, model, monkeypatch, chunk):
+    """And no forward makes the logits of more positions than fit, however long the prompt is."""
     monkeypatch.setattr(engine, "STEP_LOGITS", chunk * VOCAB)
+    forward, rows = server.engine.forward, []
+    monkeypatch.setattr(server.engine, "forward", lambda *a: rows.append(len(a[-1])) or forward(*a))
     prompt = [5, 9, 33, 60, 7, 8, 7, 8, 20, 21, 22, 40]
     logits = reference_logits(model, prompt)
     answers = [complete(server, prompt, max_tokens=1, prompt_logprobs=3, temperature=t) for t in (0, 2.0)]
     assert answers[0]["prompt_logprobs"] == answers[1]["prompt_logprobs"]
+    assert max(rows) <= chunk + 1 and sum(rows) == 2 * len(prompt)
     scores = answers[0]["prompt_logprobs"]
     assert len(scores) == len(prompt) and scores[0] is None
     for position, entry in enumerate(scores[1:]):
