@@ -63,6 +63,7 @@ class Feed:
         self.version = 0  # of the weights that the next micro-batch is trained at
         self.served = 0  # of the weights on the servers
         self.again = []  # prompts to be sampled again, as soon as the servers have that version
+        self.evaluated = -1  # the last version whose evaluation is in
         self.on_wait = []  # called while waiting; may raise
         self.leaving = lambda: False  # was the run asked to end?
         self.window = Window()
@@ -141,6 +142,7 @@ class Feed:
             raise RolloutError(f"the rollout process died:\n{message.traceback}")
         if isinstance(message, MetricsMessage):
             self.held_seconds += sum(message.values.pop("rollout/backpressure_s", []))
+            self.evaluated = max([self.evaluated, *message.values.get("eval/version", [])])
             self.window.update(message.values)
         elif isinstance(message, EndMessage):
             self.dataset_size = message.dataset_size
@@ -148,6 +150,19 @@ class Feed:
             self.last_group = time.monotonic()
             self.receive(message)
         return True
+
+    def evaluations(self):
+        """The run is over: values of every evaluation still to come, the last that of the current weights."""
+        self.rollouts.finish()
+        notice = Notice()
+        while True:
+            if "eval/version" in self.window.totals:
+                yield self.take_window().values()
+            if self.evaluated >= self.served or self.leaving():
+                return
+            self.receive_one()
+            self.check()
+            notice.say(f"the last evaluation: {self.rollouts.status()}")
 
     def receive(self, message: GroupMessage) -> None:
         """One group: hand its samples to the planner, or note why there are none."""

@@ -40,6 +40,7 @@ class Link:
         self.holds = context.Array("b", [1] * servers, lock=False)  # does a server hold that version?
         self.told = context.Value("q", 0, lock=False)  # how often the trainer has said so
         self.held = context.Value("b", 0, lock=False)  # the staleness limit holds generation
+        self.finish = context.Value("b", 0, lock=False)  # no new groups; the last weights are evaluated
         self.stop = context.Value("b", 0, lock=False)
         self._line = context.Array("c", 500, lock=False)
         self.again_out, self.again_in = context.Pipe(duplex=False)
@@ -217,6 +218,10 @@ class RolloutProcess:
         if again:
             with contextlib.suppress(OSError):  # a process that died is check()'s matter
                 self._link.again_in.send(list(again))
+
+    def finish(self) -> None:
+        """Start no group any more, and evaluate the weights that the servers hold, unless that was done."""
+        self._link.finish.value = 1
 
     @property
     def held(self) -> bool:

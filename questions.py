@@ -17,7 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from client import COMPLETIONS, TOKENS, Server, ServerError
+from client import COMPLETIONS, TOKENS, Completion, Server, ServerError
 from options import OptionError, Options
 
 TIMED_REQUESTS, TIMED_TOKENS = 32, 32  # of the comparison of two endpoints
@@ -177,27 +177,33 @@ def choose_endpoint(server: Server, options: Options) -> str:
 
     A sampling mask wins: it is exact where ties let more than `top_k` tokens survive. Else both are timed.
     """
-    server.endpoint = TOKENS
-    try:
-        answer = sample(server, options, tokens=1)
-    except ServerError as error:
+    if (answer := answered(server, TOKENS, options)) is None:
         server.endpoint = COMPLETIONS
-        if error.status is None or error.status >= 500:
-            raise
         return f"{COMPLETIONS}, the server takes no requests at {TOKENS}"
     if options.top_k and answer.masked:
         server.masks = True
         return f"{TOKENS}, which names the tokens that could be sampled"
-    rates = {}
-    for endpoint in (COMPLETIONS, TOKENS):
-        server.endpoint = endpoint
-        rates[endpoint] = timed(server, options)
+    if answered(server, COMPLETIONS, options) is None:
+        server.endpoint = TOKENS
+        return f"{TOKENS}, the server takes no requests at {COMPLETIONS}"
+    rates = {endpoint: timed(server, endpoint, options) for endpoint in (COMPLETIONS, TOKENS)}
     server.endpoint = max(rates, key=rates.get)
     text = ", ".join(f"{rate:,.0f} tokens/s at {endpoint}" for endpoint, rate in rates.items())
     return f"{server.endpoint}, the faster one ({text})"
 
 
-def sample(server: Server, options: Options, tokens: int, seed: int = 0):
+def answered(server: Server, endpoint: str, options: Options) -> Completion | None:
+    """The answer to a first request, after which nothing is slow for being the first; None = refused."""
+    server.endpoint = endpoint
+    try:
+        return sample(server, options, tokens=1)
+    except ServerError as error:
+        if error.status is None or error.status >= 500:
+            raise
+        return None
+
+
+def sample(server: Server, options: Options, tokens: int, seed: int = 0) -> Completion:
     return server.complete(
         [0],
         max_tokens=tokens,
@@ -211,9 +217,9 @@ def sample(server: Server, options: Options, tokens: int, seed: int = 0):
     )
 
 
-def timed(server: Server, options: Options) -> float:
+def timed(server: Server, endpoint: str, options: Options) -> float:
     """Tokens per second of a burst of requests, sent and read."""
-    sample(server, options, tokens=1)  # whatever a first request takes is not counted
+    server.endpoint = endpoint
     started = time.monotonic()
     with ThreadPoolExecutor(TIMED_REQUESTS) as threads:
         ask = functools.partial(sample, server, options, TIMED_TOKENS)

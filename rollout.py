@@ -540,6 +540,7 @@ class RolloutLoop:
 
     async def _room_for_a_group(self) -> None:
         """Wait for what limits groups: one at a time at first, the scoring queue, staleness."""
+        await self._until(lambda: not self.link.finish.value, "nothing: the run is over")
         await self._until(self._lengths_known, "the first group, which tells how long rollouts are")
         await self._until(lambda: not self._blocked, "the scoring queue, which is full")
         started = time.monotonic()
@@ -830,13 +831,17 @@ class RolloutLoop:
     # ---- evaluation
 
     async def _evaluate_on_time(self) -> None:
-        """Play the held-out prompts at the start, and whenever eval_steps more steps are on the servers."""
+        """Play the held-out prompts at the start, every eval_steps steps on the servers, and at the end."""
         every = self.options.eval_steps // self.options.weight_sync_steps
         while True:
             version = self.link.version.value
             await self._evaluate(version)
-            while self.link.version.value // every <= version // every:
+            while not self._is_due(version, every):
                 await asyncio.sleep(4 * TICK_S)
+
+    def _is_due(self, evaluated: int, every: int) -> bool:
+        version = self.link.version.value
+        return version // every > evaluated // every or bool(self.link.finish.value) and version > evaluated
 
     async def _evaluate(self, version: int) -> None:
         """Rewards of the held-out prompts, under eval/. A rollout with a reward above 0 counts as passed.
@@ -857,9 +862,11 @@ class RolloutLoop:
                 self._take_slot(flight, rollout_id)
                 tasks.append(self._spawn(self._converse(flight, index, rollout_id)))
             flights.append((flight, tasks))
+        scores = []
         for flight, tasks in flights:
             flight.group.rollouts = await asyncio.gather(*tasks)
-            rewards = total_rewards(await self._reward_sources(flight), flight.left)
+            scores.append(total_rewards(await self._reward_sources(flight), flight.left))
+        for (flight, _), rewards in zip(flights, scores, strict=True):
             scored = rewards[~np.isnan(rewards)]
             self.metrics.record("eval/reward", scored.tolist())
             self.metrics.record("eval/pass@1", (scored > 0).astype(float).tolist())
@@ -867,6 +874,7 @@ class RolloutLoop:
             self._record_completions(flight)
         self.metrics.record("eval/version", version)
         self.metrics.record("eval/duration_s", time.monotonic() - started)
+        self._report(time.monotonic())  # two evaluations never share a message
 
     # ---- servers and reports
 

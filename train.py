@@ -188,6 +188,11 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
         if saver.saved is None or saver.saved.name != f"checkpoint-{step}":
             saver.save(step, state_of(feed, version))
             saver.wait()
+        if options.eval_steps:
+            if step % options.weight_sync_steps:  # the last weights are evaluated too
+                update_weights(sync, model, version + 1, feed, ranks, watch)
+            for values in feed.evaluations() if feed else ():
+                logger.record({"step": step, "num_tokens": feed.forwarded_tokens, **values})
         if feed:
             print(f"done after {step} steps: {saver.saved}", flush=True)
     dist.destroy_process_group()

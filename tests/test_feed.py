@@ -355,3 +355,12 @@ def test_age_is_that_of_the_update_a_sample_is_trained_at():
     assert all(version == 0 for version, _ in producer.published)
     feed.start_version(1)
     assert producer.again == [0, 1] and producer.published[-1][0] == 1
+
+
+def test_end_of_a_run_waits_for_the_evaluation_of_its_last_weights():
+    producer = Producer(*[MetricsMessage({"eval/version": [v], "eval/reward": [v / 10]}) for v in (3, 5)])
+    feed, said = feed_of(producer), []
+    producer.finish = lambda: said.append("finish")
+    feed.start_version(5)
+    assert [values["eval/reward"] for values in feed.evaluations()] == [0.3, 0.5], "each by itself"
+    assert said == ["finish"] and producer.queue.empty()

@@ -236,3 +236,14 @@ def test_rollouts_alone_are_scored_and_recorded_without_training(tmp_path):
     values = dict(line.split() for line in done.stdout.splitlines() if len(line.split()) == 2)
     assert float(values["groups"]) == 6 == len(recorded.read_text().splitlines())
     assert 0.1 < float(values["reward"]) < 0.7 and not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_weights_that_a_run_ends_with_are_evaluated(tmp_path):
+    arguments = ["--max_steps", "3", "--weight_sync_steps", "2", "--eval_steps", "2", "--save_steps", "0"]
+    done = run(tmp_path / "out", *arguments, "--eval_dataset", "tasks/sort.py:held_out", ranks=1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = records(tmp_path / "out")[-1]
+    assert (last["step"], last["eval/version"]) == (3, 2), (
+        "step 3 is not due, and reaches the servers all the same"
+    )
+    assert 0 <= last["eval/reward"] <= 1

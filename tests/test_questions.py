@@ -160,6 +160,14 @@ def test_server_without_a_token_endpoint_is_asked_at_the_other():
         assert server.endpoint == COMPLETIONS and not fake.requests
 
 
+def test_server_of_the_token_endpoint_alone_is_used():
+    with FakeServer() as fake:
+        fake.tokens, fake.replies[COMPLETIONS] = True, (404, {"detail": "Not Found"})
+        server = Server(fake.url, 5)
+        assert f"no requests at {COMPLETIONS}" in choose_endpoint(server, options_of())
+    assert server.endpoint == TOKENS
+
+
 @pytest.mark.parametrize("slow", [COMPLETIONS, TOKENS])
 def test_faster_endpoint_is_used(slow):
     with FakeServer() as fake:

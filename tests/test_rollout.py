@@ -665,6 +665,23 @@ def test_held_out_prompts_are_played_at_the_start_and_every_eval_steps(model):
     assert len(metrics["rollout/duration_s"]) == 4 and len(metrics["eval/rollout/duration_s"]) == 24
 
 
+def test_weights_that_a_run_ends_with_are_evaluated_once(model):
+    with FakeServer() as fake:
+        options = options_for(model, fake, eval_dataset="rollout_tasks:held_out", eval_steps=4, max_steps=9)
+        with Run(options, version=1, allowance=1) as run:
+            run.until(lambda: run.metrics().get("eval/version") == [1])
+            run.link.version.value = 3
+            run.link.allowance.value = 10**9
+            run.groups(4)
+            assert run.metrics()["eval/version"] == [1], "3 is not due before the end"
+            run.link.finish.value = 1
+            run.until(lambda: run.metrics()["eval/version"] == [1, 3])
+            run.until(lambda: "the run is over" in run.link.said())
+            started = len(run.groups())
+            time.sleep(0.5)
+            assert run.metrics()["eval/version"] == [1, 3] and len(run.groups()) == started
+
+
 def test_evaluation_in_environments_keeps_its_tool_metrics_apart(tokenizer):
     with FakeServer() as fake:
         fake.answer = replies(tokenizer, calling("increment", {"step": 3}), "done")
