@@ -328,9 +328,6 @@ class WeightReceiver:
         if problems:
             raise ValueError(problems[0])
 
-    def missing(self) -> list[str]:
-        return [name for name, p in self.parameters.items() if id(p) not in self.received]
-
 
 # --------------------------------------------------------------------------------------------- engine
 class Engine:
@@ -395,10 +392,11 @@ class Engine:
         try:
             return function(*args)
         finally:
-            if (self.running or self.waiting) and not (self.held() or self.stepping or self.error):
+            if (self.running or self.waiting) and not (self.held or self.stepping or self.error):
                 self.stepping = True
                 self.post(self.step)
 
+    @property
     def held(self) -> bool:
         return self.paused or self.updating
 
@@ -465,7 +463,8 @@ class Engine:
         if not self.updating:
             raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
         self.updating = False
-        missing = self.weights.missing()
+        parameters, received = self.weights.parameters, self.weights.received
+        missing = [name for name, parameter in parameters.items() if id(parameter) not in received]
         if missing and not self.whole:
             raise RuntimeError(
                 f"after a failed update every parameter has to come in one window; {len(missing)} did not, "
@@ -480,7 +479,7 @@ class Engine:
     # -- one forward and what follows from it
     def step(self) -> None:
         self.stepping = False
-        if self.held():  # by a command that came in between
+        if self.held:  # by a command that came in between
             return
         try:
             self.advance()

@@ -422,33 +422,30 @@ class Handler(BaseHTTPRequestHandler):
 
 
 # --------------------------------------------------------------------------------------------- process
-class HttpServer(ThreadingHTTPServer):
+class Server(ThreadingHTTPServer):
+    """A running sampler: `url` while it lives, `close()` to end it and free the port."""
+
     daemon_threads = True
     request_queue_size = 1024  # a whole step's requests may connect at once
+
+    def __init__(self, options: argparse.Namespace):
+        super().__init__((options.host, options.port), Handler)
+        self.url = f"http://{options.host}:{self.server_address[1]}"
+        try:
+            self.engine = Engine(options)
+        except BaseException:
+            self.server_close()
+            raise
+        threading.Thread(target=self.serve_forever, args=(0.05,), name="http", daemon=True).start()
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+        self.engine.stop()
 
     def handle_error(self, request, client_address):
         if not isinstance(sys.exc_info()[1], ConnectionError):  # a client that has left is no news
             super().handle_error(request, client_address)
-
-
-class Server:
-    """A running sampler: `url` while it lives, `close()` to end it and free the port."""
-
-    def __init__(self, options: argparse.Namespace):
-        self.http = HttpServer((options.host, options.port), Handler)
-        try:
-            self.engine = self.http.engine = Engine(options)
-        except BaseException:
-            self.http.server_close()
-            raise
-        self.url = f"http://{options.host}:{self.http.server_address[1]}"
-        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.05,), name="http", daemon=True)
-        self.thread.start()
-
-    def close(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
-        self.engine.stop()
 
 
 def start(model: str, **options) -> Server:
