@@ -1,4 +1,5 @@
 # make demo    train the model that ships with the project on two CPU cores, and draw its learning curve
+# make quick   the same on one GPU
 # make test    the test suite
 # make soak    10 minutes of the demo under random kills (SOAK="--minutes 4 --seed 7" for others)
 # make lint    style check
@@ -11,10 +12,13 @@ TORCH_INDEX ?=
 SOAK ?=
 RUN = env PATH="$(abspath $(VENV))/bin:$$PATH"
 
-.PHONY: demo test soak lint
+.PHONY: demo quick test soak lint
 
 demo: $(VENV)/run.installed
 	$(RUN) runs/demo_cpu.sh
+
+quick: $(VENV)/run.installed
+	$(RUN) runs/quick_1gpu.sh
 
 test: $(VENV)/test.installed
 	$(RUN) python -m pytest -q

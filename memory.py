@@ -6,7 +6,8 @@
     gradients   4 P / R    float32. They come as activations go, so only the larger of the two counts, unless
                            gradients of an earlier micro-batch wait (accumulation)
     row         N tokens: 12 E a token around the layers; in a layer whose activations are kept
-                2 (2 E + 3 H D + 3 G D + 2 W) a token, in one that recomputes them 2 E, its input
+                2 (2 E + 3 H D + 3 G D + 2 W) a token, in one that recomputes them 2 E, its input; once more
+                what is kept, for the gradients inside the layer that the backward has reached
     head        6 V E and a block of logits (4 V E more where the weight is gathered)
 
 P parameters, N unique tokens of the row (at most the token budget), E hidden size, H query heads, G K/V
@@ -21,6 +22,7 @@ It must never be taken for exact: `MARGIN` of the device stays free.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from head import CHUNK_BYTES
@@ -83,14 +85,61 @@ def memory_of(config, parameters: int, ranks: int, compiled: bool, accumulates: 
     untied = 0 if read("tie_word_embeddings") else embedding
     layer = (parameters - embedding - untied) / layers
     gathered = 2 * parameters if ranks == 1 else 2 * (embedding + untied) + 12 * layer
-    kept = 2 * (2 * hidden + 3 * (heads + kv_heads) * size + 2 * width)
+    kept = 2 * (2 * hidden + 3 * (heads + kv_heads) * size + 2 * width) * (1 if compiled else EAGER)
     return Memory(
         weights=12 * parameters / ranks + gathered,
         gradients=4 * parameters / ranks,
         accumulates=accumulates,
         head=(6 if ranks == 1 else 10) * embedding + CHUNK_BYTES["cuda"],
-        token=12 * hidden,
-        kept=kept * (1 if compiled else EAGER),
+        token=12 * hidden + kept,
+        kept=kept,
         recomputed=2 * hidden,
         layers=layers,
     )
+
+
+QWEN3 = {  # hidden, intermediate, layers, query heads, embeddings tied; head size 128, 8 K/V heads
+    "0.6B": (1024, 3072, 28, 16, True),
+    "1.7B": (2048, 6144, 28, 16, True),
+    "4B": (2560, 9728, 36, 32, True),
+    "8B": (4096, 12288, 36, 32, False),
+    "14B": (5120, 17408, 40, 40, False),
+    "32B": (5120, 25600, 64, 64, False),
+}
+
+
+def qwen3(size: str):
+    """The configuration of a Qwen3 by its size."""
+    from transformers import Qwen3Config
+
+    hidden, intermediate, layers, heads, tied = QWEN3[size]
+    return Qwen3Config(
+        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, head_dim=128,
+        num_attention_heads=heads, num_key_value_heads=8, vocab_size=151936, tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
+def count_parameters(config) -> int:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+
+
+def main() -> None:
+    """The longest row in thousands of tokens: all activations kept / all recomputed."""
+    gib = float(sys.argv[1]) if sys.argv[1:] else 139.0
+    print(f"| Qwen3, {gib:g} GiB a GPU | 1 GPU | 2 | 4 | 8 |\n|---|---|---|---|---|")
+    for size in QWEN3:
+        config, cells = qwen3(size), []
+        parameters = count_parameters(config)
+        for ranks in (1, 2, 4, 8):
+            needs = memory_of(config, parameters, ranks, compiled=True, accumulates=False)
+            most = [needs.most_tokens(gib * 2**30, n) // 1000 for n in (0, needs.layers)]
+            cells.append(" / ".join(f"{tokens}k" for tokens in most) if most[1] else "-")
+        print("|", " | ".join([size, *cells]), "|")
+
+
+if __name__ == "__main__":
+    main()

@@ -346,6 +346,7 @@ class RowCost:
     term: float = 0.0
     window_pair: float = 0.0
     window: int = 0
+    known: bool = True  # else only good to balance rows by: no FLOPs, so no MFU
 
     def path(self, tokens):
         """Cost of so many tokens in a line from a root (a number or an array), terms left out."""
@@ -361,14 +362,24 @@ class RowCost:
         return float(full + self.window_pair * windowed + self.term * scored)
 
 
+KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")  # of layers
+
+
 def row_cost_from_config(config) -> RowCost:
     """RowCost of a transformers configuration; a multiply-add is 2 FLOPs, the backward twice the forward.
 
     Forward, per unique token and layer: projections 2 E D (2 H + 2 G), H more heads where the output is
     gated; gated MLP 6 E I, or the active experts' and their router; Gated DeltaNet layers have their
     projections, convolution and recurrence instead. Attention is 4 H D a pair, the head 2 V E a term. A
-    missing field counts as its usual default.
+    missing field counts as its usual default; what is no such model has an estimate that is not `known`.
     """
+    try:
+        return _row_cost(config)
+    except (TypeError, ValueError, ZeroDivisionError):  # a list of sizes, say, one for each layer
+        return RowCost(token=1.0, pair=1 / 4000, known=False)
+
+
+def _row_cost(config) -> RowCost:
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
 
     def read(*names, default=0):
@@ -392,7 +403,9 @@ def row_cost_from_config(config) -> RowCost:
     experts = read("num_experts", "num_local_experts", "n_routed_experts")
     width = read("moe_intermediate_size", "intermediate_size", default=4 * hidden)
     shared = read("shared_expert_intermediate_size", default=read("n_shared_experts") * width)
-    sparse = 6 * hidden * (read("num_experts_per_tok", default=1) * width + shared) + 2 * hidden * experts
+    gate = bool(read("shared_expert_intermediate_size"))  # of the shared expert
+    sparse = 6 * hidden * (read("num_experts_per_tok", default=1) * width + shared)
+    sparse += 2 * hidden * (experts + gate)
     step, first = read("decoder_sparse_step", default=1), read("first_k_dense_replace")
     skipped = read("mlp_only_layers", default=[])
     sparse_layers = [n for n in range(first, layers) if n not in skipped and (n + 1) % step == 0]
@@ -404,6 +417,8 @@ def row_cost_from_config(config) -> RowCost:
     delta = 2 * hidden * (mixed + value_heads * value + 2 * value_heads) + 2 * value_heads * value * hidden
     delta += 2 * read("linear_conv_kernel_dim") * mixed + 7 * value_heads * key * value
 
+    named = all(map(read, ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")))
+    other = [kind for kind in kinds if kind not in KINDS] or read("kv_lora_rank")  # latent attention
     token = (layers - linear) * attention + linear * delta + moe * sparse + (layers - moe) * dense
     pair = 3 * 4 * heads * head_dim
     return RowCost(
@@ -412,6 +427,7 @@ def row_cost_from_config(config) -> RowCost:
         term=6.0 * read("vocab_size") * hidden,
         window_pair=float(pair * windowed),
         window=window if windowed else 0,
+        known=named and not other and bool(read("intermediate_size", "moe_intermediate_size")),
     )
 
 

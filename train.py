@@ -215,7 +215,20 @@ def next_batch(feed: Feed | None, ranks: Ranks, ahead_for: int | None = None):
     received = [None]
     dist.scatter_object_list(received, packets, src=0, group=ranks.control)
     batch = received[0]
-    return replace(batch, row=batch.row.to(ranks.device)) if isinstance(batch, Batch) else batch
+    return replace(batch, row=upload(batch.row, ranks.device)) if isinstance(batch, Batch) else batch
+
+
+def upload(row: Row, device: torch.device) -> Row:
+    """The row on the device, copied beside whatever that is busy with."""
+    if device.type != "cuda":
+        return row.to(device)
+    busy, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+    with torch.cuda.stream(beside):
+        row = row.to(device)
+    busy.wait_stream(beside)
+    for tensor in row.arrays().values():
+        tensor.record_stream(busy)  # its memory is not given away before `busy` is done with it
+    return row
 
 
 def forward_backward(model, row: Row, trained_tokens: int, objective: Objective, options: Options):
@@ -354,17 +367,19 @@ def make_feed(
     if ranks.rank != 0:
         return None
     rollouts = rollouts or RolloutProcess(replace(options, vllm_server_base_url=[s.url for s in servers]))
+    cost = row_cost_from_config(model.config)
     planner = Planner(
         ranks.size,
         budget,
-        row_cost_from_config(model.config),
+        cost,
         samples_per_rank=options.per_device_train_batch_size,
         share=options.share_prefixes,
     )
     rollouts.start(progress.position, progress.beyond, version)
     ends.callback(rollouts.stop)
     device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
-    feed = Feed(rollouts, planner, progress, options, ranks.size * peak_flops(device))
+    peak = ranks.size * peak_flops(device) if cost.known else math.nan
+    feed = Feed(rollouts, planner, progress, options, peak)
     feed.forwarded_tokens = progress.tokens
     feed.leaving = lambda: ranks.leaving.number is not None
     if embedded:

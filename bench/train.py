@@ -24,14 +24,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]  # before this folder, whose train.py is another
 
 import attention  # noqa: E402
 from loss import Objective  # noqa: E402
-from memory import memory_of  # noqa: E402
+from memory import QWEN3, memory_of, qwen3  # noqa: E402
 from metrics import peak_flops  # noqa: E402
 from options import Options  # noqa: E402
 from packing import Sample, pack, row_cost_from_config  # noqa: E402
@@ -47,11 +47,6 @@ def module(name: str, path: Path):
 
 trainer = module("trainer", ROOT / "train.py")
 
-SHAPES = {  # Qwen3's: hidden, intermediate, layers, query heads
-    "0.6B": (1024, 3072, 28, 16),
-    "4B": (2560, 9728, 36, 32),
-    "tiny": (64, 128, 2, 4),
-}
 # Unique tokens/s of a trie with gathered K/V through flash-attn-4, eager and with gradient checkpointing:
 # body of 0.6B, H200.
 GATHERED = {"grpo": 43.6e3, "ratio3.4": 37.7e3, "long_prompt": 27.4e3, "agent": 35.1e3}
@@ -94,12 +89,7 @@ def side_by_side(samples: list[Sample], tokens: int) -> list:
 
 def build(shape: str, options: argparse.Namespace):
     """The model of a shape with random weights on the device, as start.load_model leaves it."""
-    hidden, intermediate, layers, heads = SHAPES[shape]
-    config = Qwen3Config(
-        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, head_dim=128,
-        num_attention_heads=heads, num_key_value_heads=min(heads, 8), vocab_size=151936,
-        tie_word_embeddings=True,
-    )  # fmt: skip
+    config = qwen3(shape)
     attention.register()
     with torch.device(options.ranks.device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="tree")
@@ -201,7 +191,7 @@ def main() -> None:
 
     rows = module("rows", ROOT / "bench/attention.py").ROWS
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shapes", default="0.6B,4B", help=", ".join(SHAPES))
+    parser.add_argument("--shapes", default="0.6B,4B", help=", ".join(QWEN3))
     parser.add_argument("--rows", default=",".join(GATHERED), help=", ".join(rows))
     parser.add_argument("--compile", type=yes, default=True)
     parser.add_argument(

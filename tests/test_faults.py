@@ -32,6 +32,7 @@ import client
 import serve
 import train
 from client import Server
+from feed import Feed
 from metrics import Logger, read_lines
 from options import OptionError, Options
 from start import check_inputs
@@ -499,6 +500,23 @@ def test_weights_optimizer_schedule_and_random_state_go_on_as_if_never_stopped(t
     assert rest == whole[3:]
     ends = [(tmp_path / name / "checkpoint-6/model.safetensors").read_bytes() for name in ("whole", "broken")]
     assert ends[0] == ends[1]
+
+
+def test_a_run_whose_queue_holds_rows_waits_for_the_first_one_only(tmp_path, monkeypatch, alone):
+    """Every other micro-batch has been planned, packed and uploaded before the one it follows has ended."""
+    waits, packets = [], Feed.packets
+    monkeypatch.setattr(Feed, "packets", lambda *arguments: waits.append(1) or packets(*arguments))
+    options = Options(
+        model="tiny",
+        bf16=False,
+        token_budget=100,
+        gradient_accumulation_steps=2,
+        max_steps=4,
+        max_staleness=99,
+        output_dir=str(tmp_path),
+    )
+    train.train(options, rollouts=ListRollouts(random_groups(40)), sync=NoSync())
+    assert len(waits) == 1 and len(records(tmp_path)) == 4
 
 
 def test_a_record_cut_short_by_a_kill_does_not_stop_the_resume(tmp_path):

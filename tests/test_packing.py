@@ -680,6 +680,18 @@ def test_row_cost_reads_windows_experts_and_delta_layers():
     assert row_cost_from_config(SimpleNamespace()).token > 0, "a config of nothing still makes a cost"
 
 
+def test_flops_of_what_is_no_such_model_are_not_known():
+    """MFU then is null; rows are balanced all the same."""
+    known = dict(
+        hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=9
+    )
+    assert row_cost_from_config(SimpleNamespace(**known)).known
+    changes = [{"hidden_size": None}, {"layer_types": ["mamba"] * 2}, {"kv_lora_rank": 4}]
+    for change in [*changes, {"num_attention_heads": [2, 4]}, {"intermediate_size": None}]:
+        cost = row_cost_from_config(SimpleNamespace(**{**known, **change}))
+        assert not cost.known and cost.token > 0
+
+
 def test_row_cost_of_a_row_is_what_the_planner_counts():
     cost = RowCost(token=2.0, pair=0.5, term=3.0, window_pair=0.25, window=4)
     row = pack([make([1, 2, 3, 4, 5, 6]), make([1, 2, 9])])

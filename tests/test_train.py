@@ -1,5 +1,6 @@
 """python -m pytest tests/test_train.py: the step does not depend on how samples are dealt out."""
 
+import math
 import os
 import subprocess
 import sys
@@ -112,6 +113,43 @@ def test_a_router_coefficient_is_refused_where_nothing_is_routed():
     for asked in (0.0, 0.1):
         with pytest.raises(ValueError, match="leave it out"):
             router_coefficient(asked, dense)
+
+
+def steps(gradients, max_grad_norm=1.0):
+    """Weights after a step for each gradient (all entries alike) and divisor, and the norms."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 4)
+    optimizer, scheduler = make_optimizer(Options(model="m", learning_rate=0.1), model)
+    norms = []
+    for value, divisor in gradients:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        norms.append(train.optimizer_step(model, optimizer, scheduler, divisor, max_grad_norm))
+    return [p.detach().clone() for p in model.parameters()], norms
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_moments(bad):
+    weights, norms = steps([(1.0, 2), (bad, 2), (3.0, 5)])
+    without, _ = steps([(1.0, 2), (3.0, 5)])
+    torch.testing.assert_close(weights, without, rtol=0, atol=0)
+    assert [math.isfinite(norm) for norm in norms] == [True, False, True]
+
+
+@pytest.mark.parametrize("value, clipped", [(1.0, False), (100.0, True)])
+def test_gradients_are_divided_then_clipped_by_their_norm(value, clipped):
+    weights, norms = steps([(value, 10), (1.0, 10)])
+    assert norms[0] == pytest.approx(value / 10 * 4)  # 16 equal entries
+    assert (norms[0] > 1.0) == clipped
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+    for gradient in (value / 10, 0.1):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    torch.testing.assert_close(weights, [p.detach() for p in model.parameters()], rtol=1e-6, atol=1e-7)
 
 
 @pytest.fixture(scope="module")
