@@ -89,6 +89,10 @@ def test_the_first_step_of_an_unchanged_policy_has_ratio_one(finished_run):
 def test_generation_runs_ahead_of_training_but_not_too_far(finished_run):
     _, before, _, _ = finished_run
     assert max(r["sample/staleness_max"] for r in before) in range(1, 5)
+    trained = sum(r["batch/samples_per_step"] for r in before)
+    assert sum(r["sample/dropped_stale_count"] for r in before) <= 0.02 * trained, (
+        "it is held back, not thrown away"
+    )
 
 
 def test_a_resumed_run_goes_on_at_the_next_step(finished_run):

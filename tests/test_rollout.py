@@ -221,6 +221,7 @@ def test_rollout_over_its_time_is_abandoned_and_its_group_goes_on(model):
         with Run(options_for(model, fake, rollout_timeout=2.0, score_centering=False)) as run:
             group = next(g for g in run.groups(4) if g.group_id == 0)
             assert run.metrics()["rollout/timeout_count"] == 1
+            assert run.metrics()["completions/clipped_ratio"] == (1, 16), "it counts as cut off"
         slow.set()
     assert len(group.samples) == 3 and group.dropped is None
     np.testing.assert_allclose(

@@ -9,8 +9,9 @@
 
 A round is the demo from its first step to its last; new rounds begin until the minutes are over. Killed at
 random, one at a time: the rollout process, the embedded server, a trainer rank; sometimes while a piece is
-still starting. Ends with a table of verdicts; exit code 1 when one of them failed. It must never touch a
-process that is not its own: they are known by a mark in their environment.
+still starting. After the rounds a rollout process plays 20,000 rollouts on a scripted server, and may not
+keep anything of them. Ends with a table of verdicts; exit code 1 when one of them failed. It must never
+touch a process that is not its own: they are known by a mark in their environment.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ START_S = 120.0  # a piece has made a step by then
 PIECE_S = 1800.0  # nothing takes longer
 REWARD_WINDOWS = 10
 REWARD_TOLERANCE = 0.03
+ROLLOUTS = 20_000  # of the rollout process alone
+ROLLOUT_TOLERANCE = 0.02  # growth of its resident set over the second half of them
 MEMORY_TOLERANCE = 0.10  # growth of a resident set, at the same age
 # role -> what its command line holds, and its rank
 ROLES = {
@@ -247,6 +250,21 @@ def memory_verdicts(pieces: list[Piece], undisturbed: Piece) -> list[tuple[str, 
     return verdicts
 
 
+def rollout_verdict() -> tuple[str, bool, str]:
+    """The rollout process alone, on the tests' server: turns, tools and environments, never trained on."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    from leaks import resident_sets
+
+    sizes = resident_sets(ROLLOUTS, looks=10)
+    growth = sizes[-1] / sizes[4] - 1
+    text = f"{sizes[0]:.0f}, {sizes[4]:.0f}, {sizes[-1]:.0f} MiB after a tenth, half and all of {ROLLOUTS:,}"
+    return (
+        "memory of rollouts",
+        growth <= ROLLOUT_TOLERANCE,
+        f"{text}; growth of the second half {growth:+.1%}",
+    )
+
+
 def verdicts(pieces: list[Piece], rounds: list[Path], undisturbed: Piece, whole_dir: Path):
     kills = Counter(piece.killed for piece in pieces if piece.killed)
     yield "kills", bool(kills), ", ".join(f"{role} {count}" for role, count in sorted(kills.items()))
@@ -268,6 +286,7 @@ def verdicts(pieces: list[Piece], rounds: list[Path], undisturbed: Piece, whole_
     same = all(steps == made[0] for steps in made) and made[0] == list(range(1, len(made[0]) + 1))
     yield "steps", same, f"{len(made[0])} in each of {len(rounds)} rounds, every step recorded once"
     yield from memory_verdicts(pieces, undisturbed)
+    yield rollout_verdict()
     rewards, whole = [reward_at_the_end(directory) for directory in rounds], reward_at_the_end(whole_dir)
     text = f"{', '.join(f'{reward:.3f}' for reward in rewards)} with kills, {whole:.3f} undisturbed"
     fine = all(reward >= whole - REWARD_TOLERANCE for reward in rewards)
