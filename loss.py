@@ -46,6 +46,7 @@ LOG_RATIO_BOUND = 20.0  # |log r| is clamped to this before exp: a broken log-pr
 MASS_TOLERANCE = 1e-4  # how far above 1 a sampler's probability or mass of its top K may lie
 TAIL_FLOOR = 1e-6  # 1 - (a sum close to 1) is noise below this in float32
 TAIL_CEILING = -1e-7  # log of the largest mass of a support beside which a tail bucket is still a number
+IMPOSSIBLE = -1e4  # stands for log 0 where a student's 0 log 0 must stay a number
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ def generalised_jsd(logp, teacher_logp, options: Objective):
     d loss / d logp [m, K] and `signal` [m]: whether any slot took part. The loss is zero where none did.
     """
     valid = teacher_logp > -math.inf  # [m, K]
-    student, teacher = torch.where(valid, logp, -math.inf), teacher_logp  # [m, K]
+    student, teacher = torch.where(valid, logp.clamp(min=IMPOSSIBLE), -math.inf), teacher_logp  # [m, K]
     if options.add_tail_bucket:
         mass = student.logsumexp(1, keepdim=True)  # [m, 1], log
         student, teacher = with_tail(student), with_tail(teacher)  # [m, K + 1]

@@ -135,37 +135,46 @@ class Window:
 
 
 def term_metrics(window: Window, stats: dict, row) -> None:
-    """What the loss measured on one row (tensors [M], see loss.policy_loss) as values of the window.
+    """What the loss measured on one row (tensors [M], see loss.row_loss) as values of the window.
 
     Nothing here waits for a device: see `Window.settle`.
     """
     terms = len(row.target)
     if terms == 0:  # a spare rank
         return
-    difference = stats["log_ratio"].double().abs()
-    ratio = stats["log_ratio"].double().exp()
-    low, high = stats["clipped_low"].double(), stats["clipped_high"].double()
-    means = {
-        "entropy": stats["entropy"],
-        "sampling/sampling_logp_difference/mean": difference,
-        "sampling/importance_sampling_ratio/mean": ratio,
-        "sampling/masked_mean": ~stats["kept"],
-        "sampling/support_unusable_frac": stats["support_unusable"],
-        "sampling/sampler_mass": stats.get("sampler_mass"),
-        "clip_ratio/low_mean": low,
-        "clip_ratio/high_mean": high,
-        "clip_ratio/region_mean": low + high,
-    }
+    means = {"entropy": stats["entropy"], "sampling/sampler_mass": stats.get("sampler_mass")}
+    if "log_ratio" in stats:
+        means |= ratio_metrics(window, stats, row)
     for name, values in means.items():
         if values is not None:
             window.add(name, (values.double().sum(), terms))
+    if "jsd" in stats:
+        signals = stats["signal"].sum()
+        window.add("jsd", (stats["jsd"].double().sum(), signals))
+        window.add("teacher_signal_frac", (signals, terms))
     if "aux_loss" in stats:
         window.add("aux_loss", (stats["aux_loss"].detach() * terms, terms))
+
+
+def ratio_metrics(window: Window, stats: dict, row) -> dict:
+    """Adds the extremes of what a policy objective measures; returns what is to be averaged, by name."""
+    difference = stats["log_ratio"].double().abs()
+    ratio = stats["log_ratio"].double().exp()
+    low, high = stats["clipped_low"].double(), stats["clipped_high"].double()
     window.add("sampling/sampling_logp_difference/max", difference.max())
     window.add("sampling/importance_sampling_ratio/min", ratio.min())
     window.add("sampling/importance_sampling_ratio/max", ratio.max())
     window.add("clip_ratio/low_min", per_sample_mean(low, row).nan_to_num(nan=math.inf).min())
     window.add("clip_ratio/high_max", per_sample_mean(high, row).nan_to_num(nan=-math.inf).max())
+    return {
+        "sampling/sampling_logp_difference/mean": difference,
+        "sampling/importance_sampling_ratio/mean": ratio,
+        "sampling/masked_mean": ~stats["kept"],
+        "sampling/support_unusable_frac": stats["support_unusable"],
+        "clip_ratio/low_mean": low,
+        "clip_ratio/high_mean": high,
+        "clip_ratio/region_mean": low + high,
+    }
 
 
 def per_sample_mean(values, row):

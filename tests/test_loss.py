@@ -528,6 +528,16 @@ def test_divergence_of_the_worked_case(name):
     close(stats["jsd"], [case["expect"][name]], atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("student", [-math.inf, 0.0])
+def test_a_student_that_is_certain_has_a_finite_divergence(student, beta):
+    """Of a token it never says, or of one it always says: the tail has nothing left then."""
+    logp = torch.tensor([[student, -30.0]], dtype=torch.float64)
+    options = Objective(None, distill_coef=1.0, beta=beta)
+    value, slope, _ = loss.generalised_jsd(logp, torch.tensor([[-0.1, -3.0]]).double(), options)
+    assert value.isfinite().all() and slope.isfinite().all() and value > 0
+
+
 @pytest.mark.parametrize("beta", load("cases/A12_generalised_jsd.json")["given"]["rejected_betas"])
 def test_beta_outside_its_range_is_refused(beta):
     with pytest.raises(ValueError, match="beta"):

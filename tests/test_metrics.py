@@ -76,6 +76,20 @@ def test_term_metrics_are_taken_over_all_terms_before_masking():
     assert values["clip_ratio/low_min"] == 0.0
 
 
+def test_a_divergence_is_averaged_over_the_terms_that_have_one():
+    stats = {
+        "entropy": torch.ones(3),
+        "jsd": torch.tensor([0.2, 0.0, 0.4]),
+        "signal": torch.tensor([True, False, True]),
+        "aux_loss": torch.tensor(2.5),
+    }
+    window = Window()
+    term_metrics(window, stats, SimpleNamespace(target=torch.arange(3)))
+    window.settle()
+    expected = {"entropy": 1.0, "jsd": 0.3, "teacher_signal_frac": 2 / 3, "aux_loss": 2.5}
+    assert window.values() == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     "waiting, held, verdict",
     [
