@@ -1,10 +1,12 @@
 """Run: pytest tests/test_head.py. The fused head: its passes, chunks, memory and kernels; heads of models."""
 
 import dataclasses
+import importlib.util
 import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,10 @@ import loss
 from head import CHUNK_BYTES, Head, fused_head, head_of, logit_gradient, row_statistics, transformed
 from loss import Objective, row_loss
 from metrics import Window, term_metrics
+
+spec = importlib.util.spec_from_file_location("bench", Path(__file__).parents[1] / "bench/loss.py")
+bench = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(bench)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -241,6 +247,26 @@ def test_extreme_logits_give_exact_probabilities_and_finite_gradients(dtype, kin
     close(stats["logp"], logp[range(4), target], rtol=1e-6, atol=1e-5)
     close(stats["entropy"], -(logp.exp() * logp).nan_to_num().sum(1), rtol=1e-5, atol=1e-4)
     assert all(x.grad.isfinite().all() for x in (hidden, weight, bias))
+
+
+def test_bfloat16_errors_are_far_below_those_of_full_logits():
+    """Against float64; full logits in bfloat16 and autograd is what a model's own forward comes to."""
+    inputs = bench.problem(300, 3000, 64, "cuda" if torch.cuda.is_available() else "cpu")
+    truth = bench.exact(*inputs)
+    errors = {}
+    for method in (bench.fused, bench.full_logits):
+        hidden, weight = (x.clone().requires_grad_() for x in inputs[:2])
+        found = (method(hidden, weight, inputs[2]), hidden.grad, weight.grad)
+        errors[method] = [(a.double() - b).norm() / b.norm() for a, b in zip(found, truth, strict=True)]
+    for ours, full in zip(*errors.values(), strict=True):
+        assert ours < full / 3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("width", [256, 1024])
+def test_a_gpu_needs_less_than_a_gib_beyond_the_gradients(width):
+    inputs = bench.problem(3000, 151936, width, "cuda")
+    assert bench.measure("fused", *inputs, bench.exact(*inputs), repeats=1)["extra_gib"] < 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
