@@ -34,6 +34,7 @@ from packing import Row, Sample, pack
 # what the ranks are told instead of a plan
 WAITING = "waiting"  # nothing yet; so that their collectives do not time out
 LEAVING = "leaving"  # a signal ends the run here, between two micro-batches
+PREEMPTED = "preempted"  # the same, after a checkpoint
 STARVED_S = 30.0  # a queue that stays empty this long gets what the planner holds back trained
 GROW_EVERY_S = 0.25  # how often the allowance grows while both sides would wait
 
@@ -65,7 +66,7 @@ class Feed:
         self.again = []  # prompts to be sampled again, as soon as the servers have that version
         self.evaluated = -1  # the last version whose evaluation is in
         self.on_wait = []  # called while waiting; may raise
-        self.leaving = lambda: False  # was the run asked to end?
+        self.leaving = lambda: None  # was the run asked to end? LEAVING or PREEMPTED
         self.window = Window()
         self.used_tokens = 0  # raw tokens of samples trained or dropped
         self.accumulation = options.gradient_accumulation_steps
@@ -97,20 +98,21 @@ class Feed:
 
     def take(self, patience: float):
         """Samples of a micro-batch, a list per rank; or None when no prompts are left, WAITING after
-        `patience` seconds, LEAVING when the run was asked to end.
+        `patience` seconds, LEAVING or PREEMPTED when the run was asked to end.
 
         Raises RolloutError with the producer's own traceback when it has died or fallen silent.
         """
         started = time.monotonic()
         while True:
-            if self.leaving():
-                return LEAVING
+            if word := self.leaving():
+                return word
             if (batch := self.planner.pop()) is not None:
                 return batch
             if self.ended():
                 return self.planner.flush()
             received = self.receive_one()
-            self.check()
+            if not self.leaving():  # what ends this process may have ended the other one first
+                self.check()
             now = time.monotonic()
             self.notice.say(f"rollouts: {self.rollouts.status()}{self.losses()}")
             starved = now - max(self.last_group, started) > STARVED_S
@@ -235,7 +237,7 @@ class Feed:
         return f"; samples dropped so far: {reasons}" if reasons else ""
 
     def packets(self, patience: float) -> list:
-        """What each rank gets: its Batch, None when the prompts are used up, WAITING or LEAVING."""
+        """What each rank gets: its Batch, or the same word: None, WAITING, LEAVING, PREEMPTED."""
         return self.packed(self.take(patience))
 
     def packets_ahead(self, version: int) -> list:
@@ -243,7 +245,7 @@ class Feed:
         return self.packed(self.take_ahead(version))
 
     def packed(self, plan) -> list:
-        if plan in (None, WAITING, LEAVING):
+        if not isinstance(plan, list):
             return [plan] * self.planner.ranks
         rows = [pack(samples, self.planner.share) for samples in plan]
         self.planned = (plan, rows)

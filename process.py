@@ -89,7 +89,11 @@ class Sender:
 
 def child_main(options, link: Link, position: int, finished: set[int]) -> None:
     """The rollout process. It ends by os._exit, because request threads may block for minutes yet."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when to stop
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # they reach every process: the trainer decides when to stop
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
     sender = Sender(link.messages_in)
     code = 0
@@ -257,8 +261,7 @@ class RolloutProcess:
             return
         self._link.stop.value = 1
         self._process.join(2 * CLOSE_S + 1)
-        for end in (self._process.terminate, self._process.kill):
-            if self._process.is_alive():
-                end()
-                self._process.join(2.0)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(2.0)
         self._reader.join(2.0)  # the queue holds its last words now

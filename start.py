@@ -34,6 +34,7 @@ import pretrained
 import serve
 from client import Server
 from conversation import read_template
+from feed import LEAVING, PREEMPTED
 from loss import router_coefficient
 from memory import memory_of
 from options import OptionError, Options
@@ -47,7 +48,8 @@ ASKED_TWICE_S = 5.0  # a second signal this long after the first ends the run at
 class Leaving:
     """SIGINT and SIGTERM end a run between two micro-batches, where nothing is half counted.
 
-    Outside the loop (`in_loop` false), and when asked again after a while, they end it at once.
+    SIGTERM (a job that is preempted) ends it after a checkpoint, with code 0; SIGINT (Ctrl-C) without one.
+    Outside the loop (`in_loop` false), and when asked again after a while, both end it at once.
     """
 
     def __init__(self):
@@ -65,6 +67,10 @@ class Leaving:
         elif time.monotonic() - self.asked_at < ASKED_TWICE_S:
             return
         self.leave()
+
+    def word(self) -> str | None:
+        """What the ranks are told in place of a row, if anything."""
+        return {None: None, signal.SIGTERM: PREEMPTED}.get(self.number, LEAVING)
 
     def cause(self) -> str:
         return "" if self.number is None else f"{signal.Signals(self.number).name}: "

@@ -39,7 +39,7 @@ from transformers.utils.logging import disable_progress_bar
 import attention
 import checkpoint
 from checkpoint import Progress, SaveError, Saver
-from feed import LEAVING, WAITING, Batch, Feed
+from feed import LEAVING, PREEMPTED, WAITING, Batch, Feed
 from generate import generate
 from head import Head, head_of
 from loss import (
@@ -136,7 +136,7 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
                         batch = next_batch(feed, ranks)
                 if batch == LEAVING:
                     ranks.leaving.leave()
-                if batch is None:  # the prompts are used up: the step closes with what it has
+                if not isinstance(batch, Batch):  # the prompts are used up: the step closes with what it has
                     break
                 if feed:
                     feed.begin()
@@ -152,7 +152,7 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
                 term_metrics(window, stats, row)
                 trained_tokens += tokens
                 microbatches += 1
-            if microbatches == 0:
+            if microbatches == 0 or batch == PREEMPTED:  # a server may be gone already: nothing more is sent
                 break
             rate = scheduler.get_last_lr()[0]
             divisor = step_divisor(options.loss_normalization, trained_tokens, microbatches)
@@ -181,19 +181,24 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
             if options.save_steps and step % options.save_steps == 0:
                 with watch("perf/save_s"):
                     saver.save(step, state_of(feed, version))
-        if window.totals:  # the last steps of a run may not fill a window
+        if window.totals and step % options.logging_steps:  # the last steps may not fill a window
             log(logger, window, feed, step, rate, ranks)
         with contextlib.suppress(SaveError):  # it has been said
             saver.wait()
         if saver.saved is None or saver.saved.name != f"checkpoint-{step}":
             saver.save(step, state_of(feed, version))
             saver.wait()
-        if options.eval_steps:
+        if options.eval_steps and batch != PREEMPTED:
             if step % options.weight_sync_steps:  # the last weights are evaluated too
                 update_weights(sync, model, version + 1, feed, ranks, watch)
             for values in feed.evaluations() if feed else ():
                 logger.record({"step": step, "num_tokens": feed.forwarded_tokens, **values})
-        if feed:
+        if feed and batch == PREEMPTED:
+            print(
+                f"SIGTERM: stopped after step {step}; go on with --resume_from_checkpoint {saver.saved}",
+                flush=True,
+            )
+        elif feed:
             print(f"done after {step} steps: {saver.saved}", flush=True)
     dist.destroy_process_group()
     return saver.saved
@@ -205,7 +210,7 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
 def next_batch(feed: Feed | None, ranks: Ranks, ahead_for: int | None = None):
     """The next micro-batch, its row on the device: rank 0 plans and packs it, every rank gets its own.
 
-    None when the prompts are used up, LEAVING when the run was asked to end; WAITING after PATIENCE_S, so
+    None when the prompts are used up, LEAVING or PREEMPTED when the run was asked to end; WAITING after PATIENCE_S, so
     that no collective times out. With `ahead_for`, the version of the weights that it will be trained at, it
     never waits: the device is busy with the micro-batch before.
     """
@@ -381,7 +386,7 @@ def make_feed(
     peak = ranks.size * peak_flops(device) if cost.known else math.nan
     feed = Feed(rollouts, planner, progress, options, peak)
     feed.forwarded_tokens = progress.tokens
-    feed.leaving = lambda: ranks.leaving.number is not None
+    feed.leaving = ranks.leaving.word
     if embedded:
         feed.on_wait.append(lambda: check_embedded(embedded))
     return feed

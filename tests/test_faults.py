@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from fake_server import FakeServer
 from replay import ListRollouts, NoSync, random_groups
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import checkpoint
@@ -217,6 +218,40 @@ def test_a_server_that_never_comes_up_is_given_up_after_the_timeout(start):
     words_in(run.text(), f"{url} did not come up within 3 s")
 
 
+def test_a_preempted_run_saves_and_leaves_with_code_0(start, server):
+    """SIGTERM to every process of it, as a scheduler sends it; the resumed run goes on at the next step."""
+    run = start(*at(server), "--save_steps", "0", "--gradient_accumulation_steps", "2")
+    run.until_step(2)
+    os.killpg(run.process.pid, signal.SIGTERM)
+    assert run.end(PROMPTLY_S) == 0
+    step = records(run.output_dir)[-1]["step"]
+    saved = run.output_dir / f"checkpoint-{step}"
+    words_in(run.text(), f"SIGTERM: stopped after step {step}; go on with --resume_from_checkpoint {saved}")
+    state = checkpoint.read_state(saved)
+    assert (state["step"], state["version"]) == (step, step)
+    ledger(run.text())
+    rest = start(*at(server), "--resume_from_checkpoint", "true", "--max_steps", str(step + 1))
+    assert rest.end(60) == 0
+    assert [r["step"] for r in records(run.output_dir)] == list(range(1, step + 2))
+
+
+def test_a_run_killed_while_it_saves_leaves_whole_checkpoints_only(start, server):
+    run = start(*at(server), "--save_steps", "1", ranks=2)
+    run.until(lambda: (run.output_dir / "checkpoint-2").is_dir())
+    run.until(lambda: any(run.output_dir.glob("partial-*/state")))
+    run.kill()
+    assert any(run.output_dir.glob("partial-*"))
+    saved = list(run.output_dir.glob("checkpoint-*"))
+    assert checkpoint.newest(run.output_dir) == max(saved, key=lambda path: int(path.name[11:]))
+    for path in saved:
+        assert checkpoint.read_state(path)["step"] == int(path.name[11:])
+        assert load_file(path / "model.safetensors").keys() == load_file("tiny/model.safetensors").keys()
+        assert (path / "state/.metadata").is_file() and (path / "config.json").is_file()
+    rest = start(*at(server), "--resume_from_checkpoint", "true", "--max_steps", str(len(saved) + 1))
+    assert rest.end(60) == 0
+    assert not any(run.output_dir.glob("partial-*"))
+
+
 @pytest.mark.parametrize("fault", ["ctrl-c", "sigterm", "kill rank 1", "kill rank 0"])
 def test_a_run_that_is_ended_from_outside_leaves_nothing_behind(start, fault):
     """The ranks, the rollout process, the embedded server, its port; and it says how to go on."""
@@ -237,6 +272,8 @@ def test_a_run_that_is_ended_from_outside_leaves_nothing_behind(start, fault):
         ledger(run.text())
         saved = Path(re.findall(r"--resume_from_checkpoint (\S+)", run.text())[-1])
         assert checkpoint.read_state(saved)["step"] >= 2
+    if fault == "sigterm":  # torchrun has its own exit code; its ranks have saved
+        assert checkpoint.read_state(saved)["step"] == records(run.output_dir)[-1]["step"]
 
 
 def test_a_rank_that_waits_for_one_that_never_joins_can_be_ended():

@@ -287,7 +287,7 @@ def test_seconds_held_back_are_added_up_over_a_step():
 def test_a_run_that_is_asked_to_leave_does_so_between_two_micro_batches():
     feed = feed_of(Producer(*[group(i, size=9) for i in range(6)]), ranks=2)
     take(feed, 5.0)
-    feed.leaving = lambda: True
+    feed.leaving = lambda: LEAVING
     assert feed.packets(5.0) == [LEAVING, LEAVING]
     numbers = [int(n) for n in re.findall(r"(\d+) (?:generated|trained|dropped|in flight)", feed.ledger())]
     assert numbers[0] == 12 == sum(numbers[1:])
