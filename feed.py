@@ -126,8 +126,8 @@ class Feed:
 
     def take_ahead(self, version: int):
         """`take` for the micro-batch after this one, trained at `version`: WAITING rather than waiting."""
-        if self.leaving():
-            return LEAVING
+        if word := self.leaving():
+            return word
         self.expect(version)
         batch = self.planner.pop()
         while batch is None and self.receive_one(patience=0.0):

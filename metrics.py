@@ -86,7 +86,10 @@ class Window:
                     self.extreme(name, member)
             else:
                 self.total(name, math.fsum(members), 1 if rule(name) == "sum" else len(members))
-        elif value is not None and not math.isnan(value):
+        elif value is None or math.isnan(value):
+            if rule(name) == "mean":
+                self.total(name, 0.0, 0)  # measured, and nothing behind it
+        else:
             if rule(name) in ("max", "min"):
                 self.extreme(name, float(value))
             else:

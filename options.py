@@ -131,7 +131,10 @@ class Options:
     compile: bool | None = option(None, "torch.compile the layers (none = on CUDA)")
     learning_rate: float = option(1e-6, "peak learning rate")
     lr_scheduler_type: str = choice(
-        "constant", ["constant", "linear", "cosine"], "schedule after the warm-up"
+        "constant", ["constant", "linear", "cosine", "cosine_with_min_lr"], "schedule after the warm-up"
+    )
+    lr_scheduler_kwargs: dict | str | None = option(
+        None, "JSON object for a cosine schedule: num_cycles, min_lr or min_lr_rate"
     )
     warmup_steps: int = option(0, "optimizer steps of linear warm-up")
     weight_decay: float = option(0.0, "AdamW weight decay")
@@ -157,7 +160,7 @@ class Options:
     dry_run: bool = option(False, "print the resolved options and stop")
 
     def __post_init__(self):
-        for name in ("model_init_kwargs", "task_kwargs", "chat_template_kwargs"):
+        for name in ("model_init_kwargs", "task_kwargs", "chat_template_kwargs", "lr_scheduler_kwargs"):
             setattr(self, name, parse_object(name, getattr(self, name)))
         if isinstance(self.vllm_server_base_url, str):
             self.vllm_server_base_url = [self.vllm_server_base_url]
@@ -187,6 +190,7 @@ def parse_object(name: str, value) -> dict:
     return parsed
 
 
+SCHEDULE_KWARGS = {"cosine": {"num_cycles"}, "cosine_with_min_lr": {"num_cycles", "min_lr", "min_lr_rate"}}
 # option, whether its value is fine, what is allowed
 RANGES = [
     ("num_generations", lambda v: v >= 2, "at least 2: an advantage compares rollouts of one prompt"),
@@ -247,8 +251,7 @@ def check(options: Options) -> Options:
             "log-probabilities are renormalised over: without it an unchanged policy has a ratio other "
             "than 1. Add e.g. --top_k 64"
         )
-    if options.lr_scheduler_type != "constant" and options.max_steps < 0:
-        raise OptionError(f"--lr_scheduler_type {options.lr_scheduler_type} decays over --max_steps; set it")
+    check_schedule(options)
     if options.max_steps > 0 and options.warmup_steps >= options.max_steps:
         raise OptionError(f"--warmup_steps {options.warmup_steps} leaves nothing of --max_steps")
     check_effects(options)
@@ -277,6 +280,23 @@ def check(options: Options) -> Options:
             "--vllm_server_base_url embedded stands alone: it cannot be mixed with other servers"
         )
     return options
+
+
+def check_schedule(options: Options) -> None:
+    kind, given = options.lr_scheduler_type, options.lr_scheduler_kwargs.keys()
+    if kind != "constant" and options.max_steps < 0:
+        raise OptionError(f"--lr_scheduler_type {kind} decays over --max_steps; set it")
+    allowed = SCHEDULE_KWARGS.get(kind, set())
+    if unknown := ", ".join(sorted(given - allowed)):
+        takes = f"takes {', '.join(sorted(allowed))}" if allowed else "takes none"
+        raise OptionError(
+            f"--lr_scheduler_kwargs: {unknown} has no effect, --lr_scheduler_type {kind} {takes}"
+        )
+    if kind == "cosine_with_min_lr" and len(given & {"min_lr", "min_lr_rate"}) != 1:
+        raise OptionError(
+            f"--lr_scheduler_type {kind} needs one of min_lr and min_lr_rate: --lr_scheduler_kwargs "
+            "'{\"min_lr_rate\": 0.1}'"
+        )
 
 
 # options that do something only in some mode: when they do nothing, and why

@@ -321,16 +321,20 @@ def shard(model, options: Options, ranks: Ranks) -> None:
 
 
 def make_optimizer(options: Options, model):
+    """AdamW and its schedule. Only matrices decay: norms and biases (one dimension) do not."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
-        parameters,
+        [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": options.weight_decay},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ],
         lr=options.learning_rate,
         betas=(options.adam_beta1, options.adam_beta2),
         eps=options.adam_epsilon,
-        weight_decay=options.weight_decay,
         fused=True,
     )
     name = options.lr_scheduler_type
     if name == "constant" and options.warmup_steps:
         name = "constant_with_warmup"
-    return optimizer, get_scheduler(name, optimizer, options.warmup_steps, options.max_steps)
+    steps = options.warmup_steps, options.max_steps
+    return optimizer, get_scheduler(name, optimizer, *steps, options.lr_scheduler_kwargs)

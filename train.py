@@ -210,9 +210,9 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
 def next_batch(feed: Feed | None, ranks: Ranks, ahead_for: int | None = None):
     """The next micro-batch, its row on the device: rank 0 plans and packs it, every rank gets its own.
 
-    None when the prompts are used up, LEAVING or PREEMPTED when the run was asked to end; WAITING after PATIENCE_S, so
-    that no collective times out. With `ahead_for`, the version of the weights that it will be trained at, it
-    never waits: the device is busy with the micro-batch before.
+    None when the prompts are used up, LEAVING or PREEMPTED when the run was asked to end; WAITING after
+    PATIENCE_S, so that no collective times out. With `ahead_for`, the version of the weights that it will be
+    trained at, it never waits: the device is busy with the micro-batch before.
     """
     packets = [None]
     if feed:

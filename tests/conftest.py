@@ -1,8 +1,10 @@
 """What several test files use: a tokenizer of words, and the shipped one."""
 
 import json
+import signal
 
 import pytest
+import torch.distributed as dist
 from fake_server import EOS, VOCABULARY
 from rollout_run import TINY
 
@@ -34,3 +36,14 @@ def tokenizer():
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(TINY)
+
+
+@pytest.fixture
+def alone():
+    """train.train() in this process: the group it may leave and its signal handlers are taken back."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -21,7 +21,9 @@ class ListRollouts:
         self.published = []
 
     def start(self, position, finished, version):
-        assert position == 0
+        left = [message for message in self.queue.queue if message.group_id >= position]
+        self.queue.queue.clear()
+        self.queue.queue.extend(message for message in left if message.group_id not in finished)
 
     def stop(self):
         pass

@@ -471,31 +471,6 @@ class Interrupted(NoSync):
             raise RuntimeError("killed by the test")
 
 
-class Remaining(ListRollouts):
-    """A list that starts where a resumed run has to."""
-
-    def __init__(self, groups):
-        super().__init__(groups)
-        self.messages = list(self.queue.queue)
-
-    def start(self, position, finished, version):
-        self.queue.queue.clear()
-        for message in self.messages[position:]:
-            if message.group_id not in finished:
-                self.queue.put(message)
-
-
-@pytest.fixture
-def alone():
-    """train.train() in this process: the group it may leave and its signal handlers are taken back."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def test_weights_optimizer_schedule_and_random_state_go_on_as_if_never_stopped(tmp_path, monkeypatch, alone):
     """Same samples in the same order: a run that stopped after a save ends with bit-equal weights."""
     seen, step = [], train.optimizer_step
@@ -525,7 +500,7 @@ def test_weights_optimizer_schedule_and_random_state_go_on_as_if_never_stopped(t
             output_dir=str(tmp_path / name),
             **changes,
         )
-        train.train(options, rollouts=Remaining(random_groups(6)), sync=sync)
+        train.train(options, rollouts=ListRollouts(random_groups(6)), sync=sync)
         return list(seen)
 
     whole = run("whole", NoSync())

@@ -48,6 +48,8 @@ def test_a_value_out_of_range_is_refused_with_its_name_and_range(name, value):
         ({"top_p": 0.9}, "need --top_k"),
         ({"min_p": 0.1}, "need --top_k"),
         ({"lr_scheduler_type": "cosine"}, "--max_steps"),
+        ({"lr_scheduler_kwargs": {"num_cycles": 1}}, "num_cycles has no effect"),
+        ({"lr_scheduler_type": "cosine_with_min_lr", "max_steps": 9}, "needs one of min_lr"),
         ({"score_centering": False, "score_centering_tail": "drop"}, "no effect"),
         ({"score_centering": False, "num_sampler_logprobs": 4}, "no effect"),
         ({"per_device_train_batch_size": 4}, "no effect without --token_budget 0"),
@@ -150,4 +152,4 @@ def test_a_bad_command_line_is_one_line_and_exit_code_2(arguments, capsys):
 
 def test_the_list_of_options_grows_by_decision_only():
     """Adding an option is a decision: add it here too, and to README."""
-    assert len(dataclasses.fields(Options)) == 69
+    assert len(dataclasses.fields(Options)) == 70

@@ -1,7 +1,10 @@
 """python -m pytest tests/test_train.py: the step does not depend on how samples are dealt out."""
 
+import json
 import math
 import os
+import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from replay import ListRollouts, NoSync, random_groups
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import attention
@@ -56,7 +61,7 @@ def test_a_resumed_run_has_the_learning_rate_that_is_asked_for(kind, rate, monke
     step, version, progress = train.resume(Path("x"), model, optimizer, scheduler)
     assert (step, version, progress.tokens) == (4, 4, 9)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
-    assert scheduler.get_last_lr() == [pytest.approx(rate)]
+    assert scheduler.get_last_lr() == [pytest.approx(rate)] * 2
 
 
 ROUTED = {
@@ -166,3 +171,158 @@ def test_gradient_does_not_depend_on_packing(split, expected, tmp_path):
         assert gradient.norm() > 0
         difference = (found[name] - gradient).norm() / gradient.norm()
         assert difference < 1e-5, f"{name}: {difference}"
+
+
+# ---- three steps, on other numbers of ranks, and with a stop in between
+
+
+@pytest.fixture(scope="module")
+def three_steps(tmp_path_factory):
+    """name -> (records, final weights): of 1 rank, of 2, and of 2 that were resumed on 3 and on 1."""
+    directory = tmp_path_factory.mktemp("steps")
+
+    def run(name: str, ranks: int, steps: int, *arguments: str):
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        options = [
+            "--output_dir",
+            str(directory / name),
+            "--max_steps",
+            str(steps),
+            "--learning_rate",
+            "1e-3",
+        ]
+        options += ["--weight_decay", "0.1", *arguments]
+        done = subprocess.run(
+            [sys.executable, *launcher, str(ROOT / "tests/steps.py"), *options],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = (directory / name / "metrics.jsonl").read_text().splitlines()
+        weights = load_file(directory / name / f"checkpoint-{steps}/model.safetensors")
+        return [json.loads(line) for line in lines], weights
+
+    found = {"one rank": run("one", 1, 3), "two ranks": run("two", 2, 3, "--save_steps", "2")}
+    for ranks, name in ((3, "resumed on three"), (1, "resumed on one")):
+        shutil.copytree(directory / "two", directory / name, ignore=shutil.ignore_patterns("checkpoint-3"))
+        found[name] = run(name, ranks, 3, "--resume_from_checkpoint", "true")
+    return found
+
+
+@pytest.mark.parametrize("name", ["two ranks", "resumed on three", "resumed on one"])
+def test_three_steps_end_alike_on_any_number_of_ranks(three_steps, name):
+    """Loss, gradient norm and every weight, to the rounding of float32."""
+    (expected, weights), (found, others) = three_steps["one rank"], three_steps[name]
+    assert [r["step"] for r in found] == [1, 2, 3]
+    for a, b in zip(expected, found, strict=True):
+        for metric in ("loss", "grad_norm", "entropy", "batch/trained_tokens_per_step", "learning_rate"):
+            assert b[metric] == pytest.approx(a[metric], rel=1e-4, abs=1e-6), metric
+    start = load_file(ROOT / "tiny/model.safetensors")
+    for key, weight in weights.items():
+        moved = (weight - start[key].float()).norm()
+        assert moved > 0 and (others[key] - weight).norm() < 1e-3 * moved, key
+
+
+def test_only_matrices_decay():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
+    for parameter in model.parameters():
+        torch.nn.init.ones_(parameter)
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer, _ = make_optimizer(Options(model="m", learning_rate=0.1, weight_decay=0.5), model)
+    optimizer.step()
+    decayed = {name: bool((p < 1).all()) for name, p in model.named_parameters()}
+    assert decayed == {"0.weight": True, "0.bias": False, "1.weight": False, "1.bias": False}
+
+
+@pytest.mark.parametrize(
+    "kind, kwargs, rates",
+    [
+        ("constant", {}, [0, 0.5, 1, 1, 1, 1, 1]),
+        ("linear", {}, [0, 0.5, 1, 0.75, 0.5, 0.25, 0]),
+        ("cosine", {}, [0, 0.5, 1, 0.853553, 0.5, 0.146447, 0]),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.5}, [0, 0.5, 1, 0.926777, 0.75, 0.573223, 0.5]),
+    ],
+)
+def test_learning_rate_warms_up_and_decays(kind, kwargs, rates):
+    options = Options(
+        model="m",
+        learning_rate=2.0,
+        lr_scheduler_type=kind,
+        lr_scheduler_kwargs=kwargs,
+        warmup_steps=2,
+        max_steps=6,
+    )
+    optimizer, scheduler = make_optimizer(options, torch.nn.Linear(1, 1))
+    found = []
+    for _ in rates:
+        found.append(scheduler.get_last_lr()[0] / 2.0)
+        optimizer.step()
+        scheduler.step()
+    assert found == pytest.approx(rates, abs=1e-6)
+
+
+# ---- gradients that are not finite
+
+
+CASE = json.loads((ROOT / "tests/data/cases/A19_nonfinite_gradient_and_global_norm.json").read_text())
+
+
+def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing():
+    case, expect = CASE["given"]["nan_step"], CASE["expect"]["nan_step"]
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, case["parameter"])
+    options = Options(model="m", learning_rate=0.1, max_grad_norm=case["max_grad_norm"])
+    optimizer, scheduler = make_optimizer(options, model)
+    norms = []
+    for gradients in case["accumulated_gradients"]:
+        for gradient in gradients:
+            (model.weight * float(gradient)).sum().backward()
+        norms.append(train.optimizer_step(model, optimizer, scheduler, 1, options.max_grad_norm))
+        if len(norms) == 1:
+            assert model.weight.item() == case["parameter"]
+    assert not math.isfinite(norms[0]) and norms[1] == 1.0
+    assert model.weight.item() == pytest.approx(expect["parameter_after_step_2_if_skipped"], abs=1e-6)
+    assert all(torch.isfinite(v).all() for v in optimizer.state[model.weight].values())
+
+
+def poisoned(name: str, tmp_path, monkeypatch, alone, *steps: int):
+    """A run on one rank in this process; the gradient of these steps (counted from 0) is made NaN."""
+    seen, inner = [], train.optimizer_step
+
+    def step(model, *arguments):
+        if len(seen) in steps:
+            next(p for p in model.parameters() if p.grad is not None).grad.mul_(math.nan)
+        seen.append(inner(model, *arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(train, "optimizer_step", step)
+    options = Options(
+        model="tiny",
+        bf16=False,
+        token_budget=64,
+        num_train_epochs=1.0,
+        max_staleness=99,
+        output_dir=str(tmp_path / name),
+    )
+    train.train(options, rollouts=ListRollouts(random_groups(8)), sync=NoSync())
+    return seen, tmp_path / name
+
+
+def test_one_such_step_is_counted_and_the_run_goes_on(tmp_path, monkeypatch, alone):
+    seen, out = poisoned("once", tmp_path, monkeypatch, alone, 1, 2)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [r["nonfinite_grad_count"] for r in lines[:4]] == [0, 1, 1, 0] and len(seen) == len(lines) > 3
+    assert [r["grad_norm"] is None for r in lines[:4]] == [False, True, True, False]
+    (final,) = out.glob("checkpoint-*")
+    assert all(t.isfinite().all() for t in load_file(final / "model.safetensors").values())
+
+
+def test_three_in_a_row_stop_the_run_and_keep_the_batch(tmp_path, monkeypatch, alone):
+    with pytest.raises(RuntimeError, match="three steps in a row; the last micro-batch is in"):
+        poisoned("thrice", tmp_path, monkeypatch, alone, 1, 2, 3)
+    (kept,) = (tmp_path / "thrice").glob("nonfinite-step-4.pickle")
+    plan = pickle.loads(kept.read_bytes())
+    assert sum(len(samples) for samples in plan) > 0 and not list((tmp_path / "thrice").glob("checkpoint-*"))
