@@ -6,6 +6,9 @@
         rng/rank-0.pt ...                                 random state of each rank
         rollout_state.json                                step, version, prompts that are done
 
+Of low-rank adapters it holds, in place of the model, adapter_config.json and adapter_model.safetensors; under
+--merge_on_save the model with them merged in, and the two in adapter/.
+
 A save costs the training a copy to the CPU (12 bytes a parameter of host memory, over all ranks, until it is
 written); the files are written beside it, each rank its own part, on a file system that all ranks see. The
 directory has another name until it is complete, so that a half-written one is never picked up. The position
@@ -31,6 +34,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from client import Notice
+from lora import adapter_state, save_adapter
 from options import OptionError
 from pretrained import Layout, local, write_beside
 
@@ -102,9 +106,12 @@ class Saver:
             self.wait()
         only_model = self.options.save_only_model
         self.dtype = getattr(torch, self.options.compute_dtype)
-        layout = Layout(self.model, self.dtype)
-        values = {name: on_cpu(local(tensor)) for name, tensor in layout.tensors.items()}
-        whole = layout.gather()
+        values, whole, layout = {}, {}, None
+        adapter = adapter_state(self.model) if self.options.lora_r else None
+        if adapter is None or self.options.merge_on_save:
+            layout = Layout(self.model, self.dtype)
+            values = {name: on_cpu(local(layout.value(name))) for name in layout.tensors}
+            whole = layout.gather()
         shards = {}
         if not only_model:
             shards = sharded_state(self.model, self.optimizer)
@@ -116,7 +123,7 @@ class Saver:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         state = {"step": step, "only_model": only_model, **state}
-        work = (state, layout, values, whole, shards, torch.get_rng_state())
+        work = (state, layout, values, whole, adapter, shards, torch.get_rng_state())
         self.thread = threading.Thread(target=self.write, args=work, daemon=True)
         self.thread.start()
 
@@ -139,7 +146,7 @@ class Saver:
         with contextlib.suppress(RuntimeError):
             self.wait(LAST_SAVE_S)
 
-    def write(self, state: dict, layout: Layout, values, whole, shards, random_state) -> None:
+    def write(self, state: dict, layout: Layout | None, values, whole, adapter, shards, random_state) -> None:
         final = Path(self.options.output_dir) / f"checkpoint-{state['step']}"
         partial = final.with_name(f"partial-{final.name}")
         rank = dist.get_rank()
@@ -149,11 +156,16 @@ class Saver:
                 for path in final.parent.glob(f"{kind}-checkpoint-*"):
                     shutil.rmtree(path)
             (partial / "rng").mkdir(parents=True)
-            layout.create(partial)
-            write_beside(partial, self.model, self.options, self.tokenizer, self.dtype)
+            if layout:
+                layout.create(partial)
+                write_beside(partial, self.model, self.options, self.tokenizer, self.dtype)
+            if adapter:
+                save_adapter(partial / "adapter" if layout else partial, adapter, self.options)
+                self.tokenizer.save_pretrained(partial)
 
         def fill():
-            layout.fill(partial, values, whole)
+            if layout:
+                layout.fill(partial, values, whole)
             if shards:
                 torch.save(random_state, partial / "rng" / f"rank-{rank}.pt")
 
@@ -221,11 +233,12 @@ def remove(path: Path) -> None:
 
 
 def sharded_state(model, optimizer) -> dict:
-    """The model and AdamW state as tensors by parameter name: what DCP writes, and reads into in place."""
+    """What is trained and its AdamW state as tensors by parameter name: what DCP writes, and reads into in
+    place. The rest is as --model has it."""
     state = {}
     for name, parameter in model.named_parameters():
-        state[f"model.{name}"] = parameter.detach()
         if parameter.requires_grad:
+            state[f"model.{name}"] = parameter.detach()
             for key, value in moments(optimizer, parameter).items():
                 state[f"optimizer.{name}.{key}"] = value
     return state

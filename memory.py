@@ -1,6 +1,7 @@
 """Will it fit? The bytes that a rank needs at the peak of a step: python memory.py prints README's table.
 
-    weights    12 P / R    float32 weights and AdamW's two moments, sharded over R ranks
+    weights    12 P / R    float32 weights and AdamW's two moments, sharded over R ranks (2 P / R of what is
+                           frozen beside adapters, and no gradient)
                + 2 P       one rank: bf16 weights, all of them gathered
                | + 2 V E + 12 P_layer    more: the embedding, two layers, the gradient of one in the making
     gradients   4 P / R    float32. They come as activations go, so only the larger of the two counts, unless
@@ -63,8 +64,11 @@ class Memory:
         return max(int(room / per_token), 0)
 
 
-def memory_of(config, parameters: int, ranks: int, compiled: bool, accumulates: bool) -> Memory:
+def memory_of(
+    config, parameters: int, ranks: int, compiled: bool, accumulates: bool, frozen: int = 0
+) -> Memory:
     """Memory of training a transformers configuration with so many parameters, in bf16 on `ranks` ranks."""
+    trained = parameters - frozen
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
 
     def read(*names, default=0):
@@ -87,8 +91,8 @@ def memory_of(config, parameters: int, ranks: int, compiled: bool, accumulates: 
     gathered = 2 * parameters if ranks == 1 else 2 * (embedding + untied) + 12 * layer
     kept = 2 * (2 * hidden + 3 * (heads + kv_heads) * size + 2 * width) * (1 if compiled else EAGER)
     return Memory(
-        weights=12 * parameters / ranks + gathered,
-        gradients=4 * parameters / ranks,
+        weights=(12 * trained + 2 * frozen) / ranks + gathered,
+        gradients=4 * trained / ranks,
         accumulates=accumulates,
         head=(6 if ranks == 1 else 10) * embedding + CHUNK_BYTES["cuda"],
         token=12 * hidden + kept,

@@ -117,6 +117,21 @@ class Options:
     )
     loss_normalization: str = choice("step", ["step", "microbatch"], "what the loss is divided by")
 
+    # Low-rank adapters
+    lora_r: int = option(
+        0, "rank of the adapters that are trained in place of the model (0 = train all of it)"
+    )
+    lora_alpha: float = option(32.0, "an adapter's output is scaled by lora_alpha / lora_r")
+    lora_rslora: bool = option(False, "scale it by lora_alpha / sqrt(lora_r) instead")
+    lora_dropout: float = option(0.0, "dropout before the adapters")
+    lora_target_modules: list[str] = option(
+        ["all-linear"], "linear layers to adapt: all-linear, ends of names, or regular expressions"
+    )
+    lora_modules_to_save: list[str] = option([], "modules that are trained whole beside the adapters")
+    merge_on_save: bool = option(
+        False, "checkpoints hold the model with the adapters merged in, and the adapters in adapter/"
+    )
+
     # Packing and optimisation
     token_budget: int | None = option(
         None, "unique tokens of a row (none = the server's max_model_len; 0 = fixed count)"
@@ -215,6 +230,9 @@ RANGES = [
     ("vllm_importance_sampling_clip_min", lambda v: v is None or v >= 0, "0 or more, or none"),
     ("vllm_importance_sampling_clip_max", lambda v: v is None or v > 0, "above 0, or none"),
     ("router_aux_loss_coef", lambda v: v is None or v >= 0, "0 or more, or none"),
+    ("lora_r", lambda v: v >= 0, "0 (off) or more"),
+    ("lora_alpha", lambda v: v > 0, "above 0"),
+    ("lora_dropout", lambda v: 0 <= v < 1, "in [0, 1)"),
     ("per_device_train_batch_size", lambda v: v >= 1, "at least 1"),
     ("gradient_accumulation_steps", lambda v: v >= 1, "at least 1"),
     ("learning_rate", lambda v: v >= 0, "0 or more"),
@@ -299,8 +317,12 @@ def check_schedule(options: Options) -> None:
         )
 
 
+LORA = ["alpha", "rslora", "dropout", "target_modules", "modules_to_save"]
+
 # options that do something only in some mode: when they do nothing, and why
 IDLE = [
+    *((f"lora_{name}", lambda o: not o.lora_r, "without --lora_r") for name in LORA),
+    ("merge_on_save", lambda o: not o.lora_r, "without --lora_r"),
     ("score_centering_tail", lambda o: not o.score_centering, "with --score_centering false"),
     ("num_sampler_logprobs", lambda o: not o.score_centering, "with --score_centering false"),
     (
@@ -321,6 +343,12 @@ def check_effects(options: Options) -> None:
     for name, idle, why in IDLE:
         if getattr(options, name) != getattr(defaults, name) and idle(options):
             raise OptionError(f"--{name} has no effect {why}; leave it out")
+    if options.lora_dropout:
+        print(
+            "note: under --lora_dropout the ratio of an unchanged policy is not 1, and samples that share a "
+            "token share what is dropped there",
+            flush=True,
+        )
     if options.score_centering and (options.epsilon, options.epsilon_high) != (
         defaults.epsilon,
         defaults.epsilon,

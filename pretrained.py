@@ -43,6 +43,7 @@ from transformers.core_model_loading import (
 )
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from lora import is_adapter, merging
 from options import OptionError
 from sync import full_tensor
 
@@ -142,7 +143,7 @@ def read(model, options, device: torch.device) -> None:
     naming the tensors that are missing, left over, or of another shape.
     """
     to_device(model, device)
-    wanted = model.state_dict(keep_vars=True)
+    wanted = {n: t for n, t in model.state_dict(keep_vars=True).items() if not is_adapter(n)}
     for module in model.modules():
         module._is_hf_initialized = False
     for tensor in wanted.values():
@@ -281,7 +282,7 @@ def saved_tensors(model) -> dict[str, torch.Tensor]:
     """What files hold of a model, by the model's own names: parameters, tied ones once, and buffers."""
     kept = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    return dict(model.named_parameters()) | buffers
+    return {n: p for n, p in model.named_parameters() if not is_adapter(n)} | buffers
 
 
 def groups(model, names) -> list[Group]:
@@ -327,7 +328,7 @@ class Layout:
 
     def __init__(self, model, dtype: torch.dtype, file_bytes: int = FILE_BYTES):
         self.model, self.dtype = model, dtype
-        self.tensors = saved_tensors(model)
+        self.tensors, self.merged = saved_tensors(model), merging(model)
         self.groups = groups(model, self.tensors)
         contents, size = [{}], 0
         for group in self.groups:
@@ -374,13 +375,17 @@ class Layout:
             }
             (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
+    def value(self, name: str) -> torch.Tensor:
+        """What is written under a name: the model's tensor, adapters merged in. Every rank calls this."""
+        return self.merged(self.tensors[name])
+
     def gather(self) -> dict[str, torch.Tensor]:
         """Whole tensors, on rank 0's CPU, of the few groups that cannot be written part by part. Every rank
         calls this."""
         whole = {}
         for group in self.groups:
             for name in [] if group.by_rows else group.names:
-                tensor = full_tensor(self.tensors[name])
+                tensor = full_tensor(self.value(name))
                 if dist.get_rank() == 0:
                     whole[name] = tensor.to("cpu", copy=True)
         return whole

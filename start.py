@@ -35,6 +35,7 @@ import serve
 from client import Server
 from conversation import read_template
 from feed import LEAVING, PREEMPTED
+from lora import adapted_layers, add_adapters, reset_adapters
 from loss import router_coefficient
 from memory import memory_of
 from options import OptionError, Options
@@ -224,10 +225,13 @@ def load_model(options: Options, ranks: Ranks):
             module.attention_dropout = 0.0
     for module in beside_language_model(model):
         module.requires_grad_(False)
+    if options.lora_r:
+        option_of("lora_r", add_adapters, model, options)
     if not hasattr(model.get_decoder(), "layers"):
         raise OptionError(f"--model: model type {model.config.model_type!r} has no `layers` to be sharded by")
     shard(model, options, ranks)
     pretrained.read(model, options, ranks.device)
+    reset_adapters(model, options.seed)
     model.train()
     option_of("model", attention.check, model.get_decoder())
     for module in model.modules():
@@ -274,8 +278,11 @@ def recomputing_layers(options: Options, model, budget: int, ranks: Ranks) -> in
     if budget <= 0:  # nothing bounds a row
         return layers
     parameters = sum(p.numel() for p in model.parameters())
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     accumulates = options.gradient_accumulation_steps > 1
-    needs = memory_of(model.config, parameters, ranks.size, compiles(options, ranks.device), accumulates)
+    needs = memory_of(
+        model.config, parameters, ranks.size, compiles(options, ranks.device), accumulates, frozen
+    )
     room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     count = needs.recomputing(budget, room)
     peak, room = needs.peak(budget, count) / 2**30, room / 2**30
@@ -290,9 +297,10 @@ def recomputing_layers(options: Options, model, budget: int, ranks: Ranks) -> in
 
 def checkpoint_layers(model, count: int) -> None:
     """Recompute the activations of the first `count` layers in the backward, and keep those of the others."""
+    random = any(layer.dropout > 0 for layer in adapted_layers(model).values())
     for layer in model.get_decoder().layers[:count]:
         layer.forward = partial(
-            torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=random
         )
 
 

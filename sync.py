@@ -51,6 +51,7 @@ from transformers.core_model_loading import WeightRenaming
 
 import nccl
 from client import Notice, ServerError
+from lora import adapted_layers, is_adapter, merging
 
 BUFFER_BYTES = 256 << 20  # a chunk is closed once it has passed this size
 LAST_WORDS_S = 5.0  # seconds for the server's answer once the stream to it has broken
@@ -107,10 +108,17 @@ def sent_parameters(model) -> list[tuple[str, torch.nn.Parameter]]:
     (a tied head is the embedding).
 
     What is frozen goes along where something beside it is trained: a server that fuses q, k and v takes all
-    three or none (tests/test_sync.py::test_a_frozen_part_of_a_trained_block_goes_along).
+    three or none (tests/test_sync.py::test_a_frozen_part_of_a_trained_block_goes_along). Under adapters the
+    whole language model goes: a server need not hold the weights they were made for.
     """
     parameters = [(checkpoint_name(name), p) for name, p in model.named_parameters()]
     trained = {block(name) for name, p in parameters if p.requires_grad}
+    if adapted_layers(model):
+        language = {
+            id(p) for m in (model.get_decoder(), model.get_output_embeddings()) for p in m.parameters()
+        }
+        trained |= {block(name) for name, p in parameters if id(p) in language}
+    parameters = [(name, p) for name, p in parameters if not is_adapter(name)]
     renamings = [
         conversion.reverse_transform() for conversion in getattr(model, "_weight_conversions", None) or ()
     ]
@@ -449,7 +457,8 @@ class WeightSync:
         shapes = [list(p.shape) for _, p in parameters]
         chunks = packed_chunks(names, [self.dtype_name] * len(names), shapes, BUFFER_BYTES)
         dtype = getattr(torch, self.dtype_name)
-        self.gathered = (full_tensor(p.detach().to(dtype)) for _, p in parameters)
+        merged = merging(model)
+        self.gathered = (full_tensor(merged(p).detach().to(dtype)) for _, p in parameters)
         self.update = names, shapes, chunks
         self.packed = [self.pack(chunk) for chunk in chunks[:2]]
 

@@ -10,23 +10,39 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import torch  # noqa: E402
 from replay import ListRollouts, NoSync, random_groups  # noqa: E402
+from torch.distributed.tensor import distribute_tensor  # noqa: E402
 
 import train as trainer  # noqa: E402
+from lora import adapted_layers  # noqa: E402
 from options import parse  # noqa: E402
 from sync import full_tensor  # noqa: E402
 
 
+def waken_adapters(model) -> None:
+    """B = 0 would give A no gradient."""
+    for layer in adapted_layers(model).values():
+        up = layer.lora_B
+        values = torch.linspace(-0.1, 0.1, up.numel()).view(up.shape)
+        up.data.copy_(distribute_tensor(values, up.device_mesh, up.placements, src_data_rank=None))
+
+
 def main(out: str, *arguments: str) -> None:
-    inner = trainer.optimizer_step
+    inner, load = trainer.optimizer_step, trainer.load_model
+
+    def loaded(options, ranks):
+        model, tokenizer = load(options, ranks)
+        waken_adapters(model)
+        return model, tokenizer
 
     def recorded(model, optimizer, scheduler, divisor, max_grad_norm):
         # every rank gathers; the clipping and the step itself come after
-        grads = {name: full_tensor(p.grad) / divisor for name, p in model.named_parameters()}
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        grads = {name: full_tensor(p.grad) / divisor for name, p in trained}
         if torch.distributed.get_rank() == 0:
             torch.save(grads, out)
         return inner(model, optimizer, scheduler, divisor, max_grad_norm)
 
-    trainer.optimizer_step = recorded
+    trainer.optimizer_step, trainer.load_model = recorded, loaded
     fixed = [
         "--model",
         "tiny",

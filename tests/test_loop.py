@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attention
@@ -128,6 +129,28 @@ def test_the_final_checkpoint_loads_and_generates(finished_run):
 
 def test_the_resolved_options_are_saved(finished_run):
     assert json.loads((finished_run[0] / "options.json").read_text())["learning_rate"] == 1e-3
+
+
+def test_adapters_are_trained_saved_merged_and_resumed(tmp_path):
+    """The servers get merged weights: the ratio is 1 at the first step, and at the first after a resume."""
+    lora = ["--lora_r", "4", "--lora_alpha", "8", "--merge_on_save", "true"]
+    for steps, resume in ("2", []), ("3", ["--resume_from_checkpoint", "true"]):
+        done = run(tmp_path, *lora, "--max_steps", steps, *resume)
+        assert done.returncode == 0, done.stdout + done.stderr
+    differences = [r["sampling/sampling_logp_difference/max"] for r in records(tmp_path)]
+    assert differences[0] < 1e-4 and differences[2] < 1e-4
+    merged = load_file(tmp_path / "checkpoint-3/model.safetensors")
+    base, adapter = load_file(ROOT / "tiny/model.safetensors"), tmp_path / "checkpoint-3/adapter"
+    low = load_file(adapter / "adapter_model.safetensors")
+    assert merged.keys() == base.keys()
+    for name, weight in base.items():
+        path = "base_model.model." + name.removesuffix(".weight")
+        if (up := low.get(f"{path}.lora_B.weight")) is None:
+            torch.testing.assert_close(merged[name], weight.float(), rtol=0, atol=0)
+        else:
+            assert up.abs().max() > 0
+            change = 2 * up @ low[f"{path}.lora_A.weight"]
+            torch.testing.assert_close(merged[name], weight.float() + change, rtol=1e-5, atol=1e-7)
 
 
 # ---- trainer against server: one embedded server for the tests below

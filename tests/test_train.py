@@ -165,7 +165,19 @@ def expected(tmp_path_factory):
 @pytest.mark.parametrize("split", list(SPLITS)[1:])
 def test_gradient_does_not_depend_on_packing(split, expected, tmp_path):
     """Nor on the number of ranks, nor on how a step is cut into micro-batches (float32: 1e-5 of its norm)."""
-    found = gradients(tmp_path / "g.pt", *SPLITS[split])
+    assert_same(gradients(tmp_path / "g.pt", *SPLITS[split]), expected)
+
+
+def test_gradient_of_adapters_does_not_depend_on_packing(tmp_path):
+    """One rank with rows that share against two with small rows that do not."""
+    adapters = ["--lora_r", "4", "--lora_modules_to_save", "norm"]
+    whole = gradients(tmp_path / "a.pt", 1, ["--token_budget", "4096", *adapters])
+    assert sum(name.endswith("lora_A") for name in whole) > 10 and "model.norm.weight" in whole
+    split = ["--token_budget", "200", "--share_prefixes", "false"]
+    assert_same(gradients(tmp_path / "b.pt", 2, [*split, *adapters]), whole)
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         assert gradient.norm() > 0
