@@ -17,9 +17,9 @@ that is: ONE number per position times the softmax, and corrections at the ids t
 terms on a position, several ids on a term and restricted candidate sets add nothing to the matrix products,
 and a candidate set costs its own logits only.
 
-The products are the library's. On a GPU the three passes over y are Triton kernels (head_triton.py), in plain
-PyTorch elsewhere; both are float32 whatever the operands. This file knows nothing of objectives, ranks or
-files, and never waits for a device.
+The products are the library's. The passes over y are Triton kernels on a GPU (head_triton.py), elsewhere plain
+PyTorch, and float32 whatever the operands. This file knows nothing of objectives, ranks or files, and never
+waits for a device.
 
 Letters in shape comments: N tokens of a row, M terms, U positions that carry a term, R of them in a chunk, m
 terms in a chunk, J ids wanted per term, V vocabulary, E hidden size, C candidates of all terms together, c
@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -154,10 +155,11 @@ class ScaleOnly(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("a second backward through a fused head: the first one used up its gradients")
-        scaled = [
-            None if x is None else x.mul_(scale).to(t) for x, t in zip(gradients, ctx.dtypes, strict=True)
-        ]
-        return *scaled, None, None
+        for gradient in gradients:
+            if gradient is not None:
+                passes_for(gradient).scale(gradient, scale)
+        kinds = zip(gradients, ctx.dtypes, strict=True)
+        return *(None if x is None else x.to(dtype) for x, dtype in kinds), None, None
 
 
 def statistics_dtype(hidden: torch.Tensor) -> torch.dtype:
@@ -187,13 +189,13 @@ def plan_chunks(host, rows: int) -> tuple[int, list[Chunk]]:
     return len(first), [Chunk(*chunk) for chunk in zip(*slices, strict=True)]
 
 
-def passes_for(y: torch.Tensor):
-    """Who makes the passes over a block of logits: Triton on a GPU and under its interpreter, or PyTorch."""
-    if y.dtype == torch.float64 or not (y.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
-        return row_statistics, logit_gradient
+def passes_for(x: torch.Tensor):
+    """Who makes the passes over large tensors: Triton on a GPU and in its interpreter, else PyTorch here."""
+    if x.dtype == torch.float64 or not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+        return sys.modules[__name__]
     import head_triton
 
-    return head_triton.row_statistics, head_triton.logit_gradient
+    return head_triton
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,8 @@ class Request:
     position: torch.Tensor  # int64 [U], the positions that carry a term
     slot: torch.Tensor  # int64 [M], which of them each term's is
     first: torch.Tensor  # int64 [U + 1], the first term of each
+    key: torch.Tensor  # int64 [M J + C], slot * V + id of all ids and candidates, sorted
+    order: torch.Tensor  # int64 [M J + C], where each of them stands among ids, then candidates
 
 
 def _all_chunks(hidden, head: Head, row, ids, support, temperature, score: Score, asked):
@@ -221,22 +225,25 @@ def _all_chunks(hidden, head: Head, row, ids, support, temperature, score: Score
     slot = (row.position.diff(prepend=row.position.new_full((1,), -1)) != 0).cumsum(0) - 1  # [M]
     position = slot.new_empty(scored).scatter_(0, slot, row.position)  # [U]
     first = torch.searchsorted(slot, torch.arange(scored + 1, device=slot.device))  # [U + 1]
-    request = Request(replace(head, bias=bias), temperature, ids, support, score, position, slot, first)
+    key = (slot[:, None] * vocabulary + ids).view(-1)  # [M J]
+    if support is not None:
+        key = torch.cat([key, slot[support.term] * vocabulary + support.ids])  # [M J + C]
+    head = replace(head, bias=bias)
+    named = key.sort(stable=True)
+    request = Request(head, temperature, ids, support, score, position, slot, first, *named)
 
     block = hidden.new_empty(max(c.positions.stop - c.positions.start for c in chunks), padded, dtype=dtype)
-    d_hidden = torch.zeros_like(hidden) if asked[0] else None  # [N, E]
+    d_hidden = hidden.new_zeros(hidden.shape) if asked[0] else None  # [N, E]
     # in bfloat16 only where that is the gradient's own type: bench/loss.py has the error that costs
     sums = operand if operand == head.weight.dtype else dtype
     d_weight = torch.zeros_like(head.weight, dtype=sums) if asked[1] else None  # [V, E]
     d_bias = torch.zeros_like(head.bias, dtype=dtype) if asked[2] else None  # [V]
-    total = hidden.new_zeros((), dtype=dtype)
     collected = []
     for chunk in chunks:
         h = hidden[position[chunk.positions]].to(operand)  # [R, E]
         y = block[: len(h), :vocabulary]  # [R, V]
         product(h, weight.T, y)
-        loss, stats, dy = _score_chunk(y, chunk, request, operand if any(asked) else None)
-        total += loss.sum()
+        stats, dy = _score_chunk(y, chunk, request, operand if any(asked) else None)
         collected.append(stats)
         if d_bias is not None:
             d_bias += dy.sum(0, dtype=dtype)
@@ -245,8 +252,9 @@ def _all_chunks(hidden, head: Head, row, ids, support, temperature, score: Score
         if d_hidden is not None:
             part = h.new_empty(h.shape, dtype=dtype)  # [R, E]
             d_hidden[position[chunk.positions]] = product(dy, weight, part).to(d_hidden.dtype)
-    stats = {name: torch.cat([chunk[name] for chunk in collected]) for name in collected[0]}  # [M] each
-    return total, stats, (d_hidden, d_weight, d_bias)
+    stats = {name: torch.cat([chunk[name] for chunk in collected]) for name in collected[0]}
+    stats["entropy"] = stats["entropy"][slot]  # [M] each
+    return stats.pop("loss").sum(), stats, (d_hidden, d_weight, d_bias)
 
 
 def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool = False) -> torch.Tensor:
@@ -256,25 +264,23 @@ def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool = Fal
 
 
 def _score_chunk(y, chunk: Chunk, asked: Request, operand: torch.dtype | None):
-    """Loss [m] and statistics of a chunk's terms; dy [R, V] of type `operand` in y's memory, None without."""
-    statistics, gradient = passes_for(y)
-    lse, entropy = statistics(y, asked.head, asked.temperature)  # [R] each
+    """Statistics [m] of a chunk's terms, loss among them, and entropy [R]; dy [R, V] of type `operand` in y's
+    memory, None without."""
+    passes = passes_for(y)
+    lse, entropy = passes.row_statistics(y, asked.head, asked.temperature)  # [R] each
     slot = asked.slot[chunk.terms] - chunk.positions.start  # int64 [m]
-    ids = asked.ids[chunk.terms]  # int64 [m, J]
-    z = picked(y, slot[:, None], ids, asked)  # [m, J]
-    normaliser = lse[slot][:, None]  # [m, 1]
-    key, logit = (slot[:, None] * y.shape[1] + ids).view(-1), z.view(-1)  # [m J]
+    z = picked(y, slot[:, None], asked.ids[chunk.terms], asked)  # [m, J]
+    normaliser, logit = lse[slot][:, None], z.view(-1)  # [m, 1], [m J]
     if asked.support is not None:
         candidate, term, bounds, restricted = part_of(asked.support, chunk)
         z_set = picked(y, slot[term], candidate, asked)  # [c]
         lse_set, p_set = segment_softmax(z_set, term, bounds)  # [m], [c]
         normaliser = torch.where(restricted, lse_set[:, None], normaliser)  # [m, J]
-        key = torch.cat([key, slot[term] * y.shape[1] + candidate])  # [m J + c]
         logit = torch.cat([logit, z_set])  # [m J + c]
     loss, k, stats = asked.score(chunk.terms, z - normaliser)  # [m], [m, J]
-    stats["entropy"] = entropy[slot]
+    stats |= {"loss": loss, "entropy": entropy}
     if operand is None:
-        return loss, stats, None
+        return stats, None
 
     value, whole = k.reshape(-1), k  # [m J], [m, J]
     if asked.support is not None:
@@ -282,8 +288,21 @@ def _score_chunk(y, chunk: Chunk, asked: Request, operand: torch.dtype | None):
         whole = torch.where(restricted, 0.0, k)
     bounds = asked.first[chunk.positions.start : chunk.positions.stop + 1] - chunk.terms.start  # [R + 1]
     share = segment_sum(whole.sum(1), bounds)  # [R]
-    dy = gradient(y, asked.head, asked.temperature, lse, share, (key, value, logit), operand)
-    return loss, stats, dy
+    named = (*named_in(chunk, asked, y.shape[1]), value, logit)
+    return stats, passes.logit_gradient(y, asked.head, asked.temperature, lse, share, named, operand)
+
+
+def named_in(chunk: Chunk, asked: Request, vocabulary: int):
+    """The sorted keys of a chunk, row * V + id, and where they stand among its ids, then its candidates."""
+    width, ids = asked.ids.shape[1], asked.ids.numel()
+    terms, candidates = chunk.terms, chunk.candidates
+    entries = slice(terms.start * width + candidates.start, terms.stop * width + candidates.stop)
+    order = asked.order[entries]  # int64 [m J + c]
+    shift = ids + candidates.start - (terms.stop - terms.start) * width  # of candidates
+    place = order - terms.start * width
+    if candidates.stop > candidates.start:
+        place = torch.where(order < ids, place, order - shift)
+    return asked.key[entries] - chunk.positions.start * vocabulary, place
 
 
 def picked(y, row, ids, asked: Request) -> torch.Tensor:
@@ -313,7 +332,7 @@ def segment_softmax(z, term, bounds):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The passes over a block of logits in plain PyTorch; head_triton.py has the same two functions
+# The passes over large tensors in plain PyTorch; head_triton.py has the same three functions
 
 
 def transformed(y, bias, head: Head, temperature: float) -> torch.Tensor:
@@ -338,12 +357,18 @@ def row_statistics(y, head: Head, temperature: float):
 def logit_gradient(y, head: Head, temperature: float, lse, share, named, operand: torch.dtype):
     """dy = (sum of value at each key - share pi) dz / dy   [R, V]
 
-    lse, share [R]; named: key int64 [q], row * V + id, with repeats; value [q]; logit [q], z there.
+    lse, share [R]; named: key int64 [q], row * V + id, sorted, with repeats; for each of them its place in
+    value and in logit, z there, all [q].
     """
-    key, value, _ = named
+    key, place, value, _ = named
     z = transformed(y, head.bias, head, temperature)  # [R, V]
     dz = (z - lse[:, None]).exp_().mul_(-share[:, None])  # [R, V]
-    dz.view(-1).index_add_(0, key, value)
+    dz.view(-1).index_add_(0, key, value[place])
     if head.softcap is not None:
         dz.mul_(z.mul_(temperature / head.softcap).square_().neg_().add_(1))  # 1 - tanh^2
     return dz.mul_(head.logit_scale / temperature).to(operand)
+
+
+def scale(gradient, factor) -> None:
+    """gradient *= factor, a scalar tensor"""
+    gradient.mul_(factor)

@@ -75,7 +75,7 @@ def _dense(y, dy, bias, lse, share, V, stride, dy_stride, scale, cap, slope, BLO
 
 
 @triton.jit
-def _named(dy, key, order, value, logit, lse, share, Q, V, dy_stride, cap, slope, BLOCK: tl.constexpr):
+def _named(dy, key, place, value, logit, lse, share, Q, V, dy_stride, cap, slope, BLOCK: tl.constexpr):
     """Sorted keys: the first of equal ones adds up the values of all, in their order."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = tl.load(key + entry, mask=entry < Q, other=-1)
@@ -83,15 +83,24 @@ def _named(dy, key, order, value, logit, lse, share, Q, V, dy_stride, cap, slope
     total = tl.zeros([BLOCK], tl.float32)
     ahead, same = entry, first
     while tl.max(same.to(tl.int32), 0) > 0:
-        total += tl.load(value + tl.load(order + ahead, mask=same, other=0), mask=same, other=0.0)
+        total += tl.load(value + tl.load(place + ahead, mask=same, other=0), mask=same, other=0.0)
         ahead += 1
         same = same & (ahead < Q)
         same = same & (tl.load(key + ahead, mask=same, other=-1) == here)
     row = here // V
-    z = tl.load(logit + tl.load(order + entry, mask=first, other=0), mask=first, other=0.0)
+    z = tl.load(logit + tl.load(place + entry, mask=first, other=0), mask=first, other=0.0)
     p = tl.exp(z - tl.load(lse + row, mask=first, other=0.0))
     gradient = (total - tl.load(share + row, mask=first, other=0.0) * p) * _slope(z, cap, slope)
     tl.store(dy + row * dy_stride + here % V, gradient.to(dy.dtype.element_ty), mask=first)
+
+
+@triton.jit
+def _scale(x, factor, size, BLOCK: tl.constexpr):
+    by = tl.load(factor)
+    if by != 1.0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * by
+        tl.store(x + at, values.to(x.dtype.element_ty), mask=at < size)
 
 
 def constants(head, temperature):
@@ -113,8 +122,7 @@ def row_statistics(y, head, temperature):
 
 def logit_gradient(y, head, temperature, lse, share, named, operand):
     """See head.logit_gradient. dy [R, V] of type `operand` lies in y's memory."""
-    key, value, logit = named
-    key, order = key.sort(stable=True)  # [q]
+    key, place, value, logit = named
     vocabulary = y.shape[1]
     dy = y.view(operand)[:, :vocabulary]  # [R, V]
     scale, cap, slope = constants(head, temperature)
@@ -124,5 +132,11 @@ def logit_gradient(y, head, temperature, lse, share, named, operand):
     if len(key):
         sizes = (len(key), vocabulary, dy.stride(0), cap, slope)
         grid = (triton.cdiv(len(key), NAMED_BLOCK),)
-        _named[grid](dy, key, order, value, logit, lse, share, *sizes, BLOCK=NAMED_BLOCK)
+        _named[grid](dy, key, place, value, logit, lse, share, *sizes, BLOCK=NAMED_BLOCK)
     return dy
+
+
+def scale(gradient, factor) -> None:
+    """gradient *= factor, a scalar tensor; nothing is read where that is 1, as under step normalisation."""
+    if gradient.numel():
+        _scale[(triton.cdiv(gradient.numel(), 8192),)](gradient, factor, gradient.numel(), BLOCK=8192)

@@ -14,6 +14,7 @@ import torch
 from test_loss import BOTH, GRPO, OBJECTIVES, close, gradients, load, make_row, oracle, random_problem
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import head
 import loss
 from head import CHUNK_BYTES, Head, fused_head, head_of, logit_gradient, row_statistics, transformed
 from loss import Objective, row_loss
@@ -332,14 +333,29 @@ def test_kernels_equal_the_plain_passes(kind):
     for ours, plain in zip(found, (lse, entropy), strict=True):
         torch.testing.assert_close(ours.double(), plain, rtol=1e-6, atol=2e-6)
     logit = transformed(y.double(), wide.bias, wide, 0.7).reshape(-1)[key].float()
-    named = (key, value.double(), None)
+    key, place = key.sort(stable=True)
+    named = (key, place, value.double(), None)
     expected = logit_gradient(y.double(), wide, 0.7, lse, share.double(), named, torch.float64)
     narrow = 2**-7 if INTERPRETED else 2**-8  # the interpreter cuts off where the GPU rounds
     for dtype, rounding in ((torch.bfloat16, narrow + 2e-5), (torch.float32, 2e-5)):
         block = torch.zeros(len(y), y.shape[1] + 20, device=DEVICE)[:, : y.shape[1]].copy_(y)
-        ours = head_triton.logit_gradient(block, model, 0.7, found[0], share, (key, value, logit), dtype)
+        ours = head_triton.logit_gradient(
+            block, model, 0.7, found[0], share, (key, place, value, logit), dtype
+        )
         assert ours.dtype == dtype and ours.data_ptr() == block.data_ptr()
         torch.testing.assert_close(ours.double(), expected, rtol=rounding, atol=2e-6)
+
+
+@kernels
+@pytest.mark.parametrize("factor", [1.0, -0.5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_scaling_kernel_equals_a_product(dtype, factor):
+    import head_triton
+
+    gradient = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)).to(dtype).to(DEVICE)
+    expected = gradient * factor
+    head_triton.scale(gradient, torch.tensor(factor, device=DEVICE))
+    assert torch.equal(gradient, expected)
 
 
 @kernels
@@ -347,9 +363,9 @@ def test_kernels_equal_the_plain_passes(kind):
 @pytest.mark.parametrize("sets", ["mixed", "none"])
 def test_a_row_scored_by_kernels_equals_the_plain_path(objective, sets, monkeypatch):
     results = []
-    for passes in (None, (row_statistics, logit_gradient)):
-        if passes:
-            monkeypatch.setattr("head.passes_for", lambda y, passes=passes: passes)
+    for plain in (False, True):
+        if plain:
+            monkeypatch.setattr("head.passes_for", lambda x: head)
         hidden, model, row = random_problem(3, torch.float32, softcap=3.0, sets=sets)
         hidden, weight, bias = (
             x.detach().to(DEVICE).requires_grad_() for x in (hidden, model.weight, model.bias)
