@@ -17,8 +17,8 @@ that is: ONE number per position times the softmax, and corrections at the ids t
 terms on a position, several ids on a term and restricted candidate sets add nothing to the matrix products,
 and a candidate set costs its own logits only.
 
-The products are the library's. The passes over y are Triton kernels on a GPU (head_triton.py), elsewhere plain
-PyTorch, and float32 whatever the operands. This file knows nothing of objectives, ranks or files, and never
+The products are the library's. The passes over y are Triton kernels on a GPU (head_triton.py), plain PyTorch
+elsewhere, and float32 whatever the operands. This file knows nothing of objectives, ranks or files, and never
 waits for a device.
 
 Letters in shape comments: N tokens of a row, M terms, U positions that carry a term, R of them in a chunk, m

@@ -333,9 +333,9 @@ def row_loss(hidden: torch.Tensor, head: Head, row, objective: Objective, temper
     if len({part.temperature for part in parts}) < len(parts):
         parts = [joined(*parts)]
     passes = [fused_head(hidden, head, row, p.ids, p.support, p.temperature, p.score) for p in parts]
-    stats = {
-        name: value for _, found in reversed(passes) for name, value in found.items()
-    }  # policy's entropy
+    stats = {}
+    for _, found in reversed(passes):  # the entropy that stays is the policy's
+        stats |= found
     return sum(total for total, _ in passes), stats
 
 
