@@ -142,7 +142,7 @@ class Options:
     gradient_checkpointing: str = choice(
         "auto", ["auto", "true", "false"], "recompute activations in the backward; auto: where memory asks"
     )
-    attention: str = choice("auto", ["auto", "triton", "reference"], "attention backend")
+    attention: str = choice("auto", ["auto", "triton", "flash", "reference"], "attention backend")
     compile: bool | None = option(None, "torch.compile the layers (none = on CUDA)")
     learning_rate: float = option(1e-6, "peak learning rate")
     lr_scheduler_type: str = choice(

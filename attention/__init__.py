@@ -6,14 +6,14 @@
     model.model(row.input_ids[None], position_ids=row.position_ids[None], **attention.index(row), ...)
 
 `index(row)` is made once per row and travels through the forward as one keyword argument, the same object for
-every layer and for the second forward of gradient checkpointing. A backend is a module with two functions,
-`plan(subtree_end, depth)`, what the layers of a row share, and
+every layer and for the second forward of gradient checkpointing. A backend is a module with a function
 `attend(query, key, value, plan, scale, window, softcap, sinks)`:
 
     reference       reference.py, plain PyTorch: the definition, and the CPU path
     triton          tree.py, Triton kernels; on Hopper those of hopper.py, written in Gluon
+    flash           flash.py, flash-attn-4 with the rule as its mask, on Hopper
 
-On a CUDA device "auto" is triton, except for what its kernels refuse (float64, head sizes above 256).
+"auto" takes, layer by layer, the first of FASTEST that does not refuse, and the reference on a CPU.
 
 Layers that carry a state along instead (hybrid models) get the same index; `check` connects them (delta.py).
 
@@ -33,9 +33,12 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function
 
-from attention import delta
+from attention import delta, reference
 
-BACKENDS = {"reference": "reference", "triton": "tree"}  # name -> module of this package
+BACKENDS = {"reference": "reference", "triton": "tree", "flash": "flash"}  # name -> module of this package
+
+# On a GPU, fastest first, for head sizes up to the number; measured on an H200 (bench/attention.py).
+FASTEST = {128: ("triton",), 256: ("flash", "triton")}
 
 # Keyword arguments that reach a layer's attention without changing its result.
 HARMLESS = {
@@ -83,7 +86,8 @@ def index(row, backend: str = "auto") -> dict:
     """Keyword arguments of the model's forward for a row, to be built once and used by that row alone.
 
     Of the row (a packing.Row of tensors) it reads `subtree_end` [N] int32 and `position_ids` [N] int64.
-    `backend` is one of BACKENDS, or "auto": the best one for the row's device. ValueError if it is unknown.
+    `backend` is one of BACKENDS, which refuses what it cannot do, or "auto": for every layer the fastest one
+    that can. ValueError if it is unknown.
     """
     return {"tree": _index(row.subtree_end, row.position_ids, backend)}
 
@@ -94,32 +98,41 @@ def _index(subtree_end: torch.Tensor, position_ids: torch.Tensor, backend: str =
             f"attention backend {backend!r} is unknown: choose auto or one of {', '.join(BACKENDS)}"
         )
     recurrence = delta.Plan(subtree_end, position_ids, plain=backend == "reference")
-    if backend == "auto" and subtree_end.is_cuda and find_spec("triton"):
-        plans = [_module(name).plan(subtree_end, position_ids) for name in ("triton", "reference")]
-        return Index(len(subtree_end), plans, _attend_fastest, recurrence, _gradients_fastest)
-    module = _module("reference" if backend == "auto" else backend)
-    plan, gradients = module.plan(subtree_end, position_ids), getattr(module, "gradients", None)
-    return Index(len(subtree_end), plan, module.attend, recurrence, gradients)
+    plan = reference.plan(subtree_end, position_ids)
+    if backend == "auto":
+        return Index(len(subtree_end), plan, _attend_fastest, recurrence, _gradients_fastest)
+    module = _module(backend)
+    return Index(len(subtree_end), plan, module.attend, recurrence, getattr(module, "gradients", None))
 
 
 def _module(backend: str):
     return import_module(f"{__name__}.{BACKENDS[backend]}")
 
 
-def _attend_fastest(query, key, value, plans, scale, window=None, **options):
-    """The triton backend, or the reference for what it refuses. `plans`: of the two."""
-    refused = _module("triton").refusal(query, key, value, scale, window)
-    module, plan = (_module("reference"), plans[1]) if refused else (_module("triton"), plans[0])
+def _fastest(query, key, value, scale, window):
+    """The module of the fastest backend that does not refuse."""
+    size = max(query.shape[-1], value.shape[-1])
+    names = next((names for largest, names in FASTEST.items() if size <= largest), ())
+    if query.is_cuda and find_spec("triton"):
+        for module in map(_module, names):
+            if not module.refusal(query, key, value, scale, window):
+                return module
+    return reference
+
+
+def _attend_fastest(query, key, value, plan, scale, window=None, **options):
+    module = _fastest(query, key, value, scale, window)
     return module.attend(query, key, value, plan, scale, window=window, **options)
 
 
-def _gradients_fastest(doutput, query, key, value, output, lse, plans, scale, window=None, **options):
+def _gradients_fastest(doutput, query, key, value, output, lse, plan, scale, window=None, **options):
     """Backward of `_attend_fastest`."""
-    if _module("triton").refusal(query, key, value, scale, window):
-        index = Index(len(query), plans[1], _module("reference").attend, None)
-        return _differentiated(index, doutput, query, key, value, scale, window=window, **options)
-    rest = (output, lse, plans[0], scale, window)
-    return _module("triton").gradients(doutput, query, key, value, *rest, **options)
+    module = _fastest(query, key, value, scale, window)
+    if not hasattr(module, "gradients"):
+        rest = (query, key, value, plan, scale)
+        return _differentiated(module.attend, doutput, *rest, window=window, **options)
+    rest = (output, lse, plan, scale)
+    return module.gradients(doutput, query, key, value, *rest, window=window, **options)
 
 
 def tree_attention(
@@ -229,7 +242,7 @@ def _attend_backward(
     if index.gradients:
         found = index.gradients(doutput, query, key, value, output, lse, index.plan, scale, **options)
     else:
-        found = _differentiated(index, doutput, query, key, value, scale, **options)
+        found = _differentiated(index.attend, doutput, query, key, value, index.plan, scale, **options)
     return [gradient.contiguous() for gradient in found if gradient is not None]
 
 
@@ -239,12 +252,12 @@ def _(doutput, query, key, value, sinks, output, lse, number, scale, window, sof
     return [tensor.new_empty(tensor.shape) for tensor in wanted]
 
 
-def _differentiated(index: Index, doutput, query, key, value, scale, sinks, **options):
+def _differentiated(attend, doutput, query, key, value, plan, scale, sinks, **options):
     """Gradients from a second forward. An operator runs with autograd switched off below it: not here."""
     autograd = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._SetExcludeDispatchKeyGuard(autograd, False), torch.enable_grad():
         leaves = [None if x is None else x.detach().requires_grad_() for x in (query, key, value, sinks)]
-        output = index.attend(*leaves[:3], index.plan, scale, sinks=leaves[3], **options)
+        output = attend(*leaves[:3], plan, scale, sinks=leaves[3], **options)
     return torch.autograd.grad(output, [leaf for leaf in leaves if leaf is not None], doutput)
 
 

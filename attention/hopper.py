@@ -48,8 +48,8 @@ _put = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
-def fits(query, key, value, softcap) -> bool:
-    """Whether these kernels take it: Hopper, 16 bits, head sizes up to 128 in steps of 8, no soft-cap."""
+def fits(query, value) -> bool:
+    """Whether these kernels take it: Hopper, 16 bits, head sizes up to 128 in steps of 8."""
     return (
         query.is_cuda
         and torch.cuda.get_device_capability(query.device) == (9, 0)
@@ -57,7 +57,6 @@ def fits(query, key, value, softcap) -> bool:
         and max(query.shape[2], value.shape[2]) <= 128
         and query.shape[2] % 8 == 0
         and value.shape[2] % 8 == 0
-        and softcap is None
     )
 
 
@@ -67,7 +66,7 @@ def fold(query, key) -> int:
     return min(repeat & -repeat, 16)
 
 
-def forward(query, key, value, output, lse, sinks, plan, scale, window, meetings) -> None:
+def forward(query, key, value, output, lse, sinks, plan, scale, window, softcap, meetings) -> None:
     """Fills `output` [N, H, Dv] and `lse` [N, H]. `query` [N, H, D], `key` and `value` [N, G, D or Dv]."""
     folded, size = fold(query, key), _padded(query, value)
     tiles = meetings(plan, "tile", query.shape[1] // folded, TILE, FORWARD_BLOCK, folded, window)
@@ -79,34 +78,54 @@ def forward(query, key, value, output, lse, sinks, plan, scale, window, meetings
         lse,
         lse if sinks is None else sinks,
         *_rule(plan, tiles, window),
-        scale * LOG2E.value,
+        *_factors(scale, softcap),
         SINKS_GIVEN=sinks is not None,
         HEADS=query.shape[1],
         BLOCK=FORWARD_BLOCK,
         STAGES=FORWARD_STAGES,
-        **_constants(query, key, size, folded, window),
+        **_constants(query, key, size, folded, window, softcap),
     )
 
 
 def backward(
-    query, key, value, doutput, dquery, dkey, dvalue, lse, delta, plan, scale, window, meetings
-) -> None:
-    """Fills the gradients of q, k and v, alike them. `lse`, `delta` [F, R padded] float32, see tree.py."""
+    query,
+    key,
+    value,
+    output,
+    doutput,
+    lse,
+    dlse,
+    dquery,
+    dkey,
+    dvalue,
+    plan,
+    scale,
+    window,
+    softcap,
+    meetings,
+) -> tuple:
+    """Fills the gradients of q, k and v, alike them. Returns what _fold of tree.py makes of lse and dlse."""
     folded, size = fold(query, key), _padded(query, value)
-    constants = _constants(query, key, size, folded, window)
-    tiles = meetings(plan, "tile", len(lse), TILE, QUERY_BLOCK, folded, window)
+    constants = _constants(query, key, size, folded, window, softcap)
+    tiles = meetings(plan, "tile", query.shape[1] // folded, TILE, QUERY_BLOCK, folded, window)
+    rows = -(-len(query) * folded // TILE) * TILE
+    folded_lse, delta = lse.new_empty(2, query.shape[1] // folded, rows)  # [F, R padded] each
     _backward_query[(len(tiles.work),)](
         _tile(query, 64 // folded, folded, size),
         _tile(key, QUERY_BLOCK, 1, size),
         _tile(value, QUERY_BLOCK, 1, size),
+        _tile(output, 64 // folded, folded, size),
         _tile(doutput, 64 // folded, folded, size),
         _tile(dquery, 64 // folded, folded, size),
         lse,
+        dlse,
+        folded_lse,
         delta,
         *_rule(plan, tiles, window),
-        lse.shape[1],
-        scale * LOG2E.value,
+        rows,
+        *_factors(scale, softcap),
         scale,
+        HEADS=query.shape[1],
         BLOCK=QUERY_BLOCK,
         STAGES=QUERY_STAGES,
         **constants,
@@ -119,14 +138,15 @@ def backward(
         _tile(doutput, 64 // folded, folded, size),
         _tile(dkey, 64, 1, size),
         _tile(dvalue, 64, 1, size),
-        _line(lse),
+        _line(folded_lse),
         _line(delta),
         *_rule(plan, blocks, window),
-        scale * LOG2E.value,
+        *_factors(scale, softcap),
         scale,
         STAGES=KEY_STAGES,
         **constants,
     )
+    return folded_lse, delta
 
 
 def _padded(query, value) -> int:
@@ -151,13 +171,21 @@ def _rule(plan, meetings, window) -> tuple:
     return plan.subtree_end, plan.depth, meetings.work, meetings.other, len(plan.subtree_end), window or 0
 
 
-def _constants(query, key, size: int, folded: int, window) -> dict:
+def _factors(scale, softcap) -> tuple:
+    """What makes a score one to base 2, and under a soft-cap: what makes it the exponent of its tanh."""
+    if softcap is None:
+        return scale * LOG2E.value, 0.0
+    return softcap * LOG2E.value, 2 * scale / softcap * LOG2E.value
+
+
+def _constants(query, key, size: int, folded: int, window, softcap) -> dict:
     # 168 registers for 3 x 128 threads at the start; then 240 for each computing group, 24 for the loader.
     return dict(
         FOLD=folded,
         FOLDS=query.shape[1] // key.shape[1] // folded,
         SIZE=size,
         WINDOWED=window is not None,
+        CAPPED=softcap is not None,
         num_warps=4,
         maxnreg=168,
     )
@@ -219,6 +247,14 @@ def _seen(queries, keys, window, i_axis: gl.constexpr, WINDOWED: gl.constexpr):
 
 
 @gluon.jit
+def _capped(s, squeeze, CAPPED: gl.constexpr):
+    """tanh(scale s / cap) under a soft-cap."""
+    if CAPPED:
+        s = 1.0 - 2.0 / (1.0 + gl.exp2(s * squeeze))
+    return s
+
+
+@gluon.jit
 def _product(a, b, LAYOUT: gl.constexpr):
     """a b' of two matrices in shared memory, [64, size] and [B, size] -> [64, B], in flight."""
     COLUMNS: gl.constexpr = b.shape[0]
@@ -246,8 +282,8 @@ def _weights(s, most, total, factor):
 
 @gluon.jit
 def _forward_step(
-    block, n, count, q, k_s, v_s, bars, o, p, most, total, queries, rule, factor,
-    MASKED: gl.constexpr, WINDOWED: gl.constexpr, STAGES: gl.constexpr,
+    block, n, count, q, k_s, v_s, bars, o, p, most, total, queries, rule, factors,
+    MASKED: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr, STAGES: gl.constexpr,
     LAYOUT: gl.constexpr, LAYOUT_O: gl.constexpr,
 ):  # fmt: skip
     """Scores of block n while block n - 1 is added to the output."""
@@ -261,6 +297,8 @@ def _forward_step(
     o = warpgroup_mma(p, v_s.index(last).reshape([BLOCK, SIZE]), o, is_async=True)  # [64, Dv]
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_empty.index(now), count=1)
+    factor, squeeze = factors
+    s = _capped(s, squeeze, CAPPED)
     if MASKED:
         keys = _keys(block, rule, BLOCK, WINDOWED, gl.SliceLayout(0, LAYOUT))
         s = gl.where(_seen(queries, keys, window, 0, WINDOWED), s, float("-inf"))
@@ -278,9 +316,9 @@ def _forward_step(
 @gluon.jit
 def _forward_group(
     WHO: gl.constexpr, given, HEADS: gl.constexpr, FOLD: gl.constexpr, WINDOWED: gl.constexpr,
-    SINKS_GIVEN: gl.constexpr, STAGES: gl.constexpr,
+    CAPPED: gl.constexpr, SINKS_GIVEN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    o_desc, buffers, q_full, bars, LSE, SINKS, WORK, rule, factor, tile, fold = given
+    o_desc, buffers, q_full, bars, LSE, SINKS, WORK, rule, factors, tile, fold = given
     q_s, k_s, v_s = buffers
     k_full, v_full, k_empty, v_empty = bars
     END, DEPTH, OTHER, N, window = rule
@@ -303,22 +341,23 @@ def _forward_group(
     mbarrier.wait(k_full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=[_product(q, k_s.index(0).reshape([BLOCK, SIZE]), LAYOUT)])  # [64, B]
     mbarrier.arrive(k_empty.index(0), count=1)
+    factor, squeeze = factors
     # The first block takes the mask in any case.
-    s = gl.where(_seen(queries, keys, window, 0, WINDOWED), s, float("-inf"))
+    s = gl.where(_seen(queries, keys, window, 0, WINDOWED), _capped(s, squeeze, CAPPED), float("-inf"))
     x, most, total, _ = _weights(s, most, total, factor)
     p = _operand(x, k_s.dtype, LAYOUT_O)  # [64, B]
     mbarrier.wait(k_full.index(1 % STAGES), (1 // STAGES) & 1, pred=begin + 1 < stop)
     for at in range(begin + 1, middle):
         following = gl.load(OTHER + at + 1)
         o, p, most, total = _forward_step(
-            block, at - begin, stop - begin, q, k_s, v_s, bars, o, p, most, total, queries, rule, factor,
-            True, WINDOWED, STAGES, LAYOUT, LAYOUT_O,
+            block, at - begin, stop - begin, q, k_s, v_s, bars, o, p, most, total, queries, rule, factors,
+            True, WINDOWED, CAPPED, STAGES, LAYOUT, LAYOUT_O,
         )  # fmt: skip
         block = following
     for at in range(gl.maximum(begin + 1, middle), stop):
         o, p, most, total = _forward_step(
-            0, at - begin, stop - begin, q, k_s, v_s, bars, o, p, most, total, queries, rule, factor,
-            False, WINDOWED, STAGES, LAYOUT, LAYOUT_O,
+            0, at - begin, stop - begin, q, k_s, v_s, bars, o, p, most, total, queries, rule, factors,
+            False, WINDOWED, CAPPED, STAGES, LAYOUT, LAYOUT_O,
         )  # fmt: skip
     n = stop - begin - 1
     mbarrier.wait(v_full.index(n % STAGES), (n // STAGES) & 1)
@@ -369,9 +408,9 @@ def _forward_loader(
 
 @gluon.jit(do_not_specialize=["N", "window"])
 def _forward(
-    q_desc, k_desc, v_desc, o_desc, LSE, SINKS, END, DEPTH, WORK, OTHER, N, window, factor,
+    q_desc, k_desc, v_desc, o_desc, LSE, SINKS, END, DEPTH, WORK, OTHER, N, window, factor, squeeze,
     HEADS: gl.constexpr, FOLD: gl.constexpr, FOLDS: gl.constexpr, SIZE: gl.constexpr, WINDOWED: gl.constexpr,
-    SINKS_GIVEN: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    CAPPED: gl.constexpr, SINKS_GIVEN: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     tile, fold = gl.load(WORK + gl.program_id(0) * 8), gl.load(WORK + gl.program_id(0) * 8 + 1)
     q_s = gl.allocate_shared_memory(q_desc.dtype, [2, 64 // FOLD, FOLD, SIZE], q_desc.layout)
@@ -382,12 +421,13 @@ def _forward(
     bars = (_ring(STAGES, 1), _ring(STAGES, 1), _ring(STAGES, 2), _ring(STAGES, 2))
     fence_async_shared()
     rule = (END, DEPTH, OTHER, N, window)
-    given = (o_desc, buffers, q_full, bars, LSE, SINKS, WORK, rule, factor, tile, fold)
+    factors = (factor, squeeze)
+    given = (o_desc, buffers, q_full, bars, LSE, SINKS, WORK, rule, factors, tile, fold)
     descs = (q_desc, k_desc, v_desc)
     gl.warp_specialize(
         [
-            (_forward_group, (0, given, HEADS, FOLD, WINDOWED, SINKS_GIVEN, STAGES)),
-            (_forward_group, (1, given, HEADS, FOLD, WINDOWED, SINKS_GIVEN, STAGES)),
+            (_forward_group, (0, given, HEADS, FOLD, WINDOWED, CAPPED, SINKS_GIVEN, STAGES)),
+            (_forward_group, (1, given, HEADS, FOLD, WINDOWED, CAPPED, SINKS_GIVEN, STAGES)),
             (_forward_loader, (descs, buffers, q_full, bars, WORK, OTHER, tile, fold, FOLD, FOLDS, STAGES)),
         ],
         [4, 1],
@@ -400,8 +440,8 @@ def _forward(
 
 @gluon.jit
 def _query_step(
-    block, n, count, q, do, k_s, v_s, bars, dq, lse, delta, queries, rule, factor,
-    MASKED: gl.constexpr, WINDOWED: gl.constexpr, STAGES: gl.constexpr,
+    block, n, count, q, do, k_s, v_s, bars, dq, lse, delta, queries, rule, factors,
+    MASKED: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr, STAGES: gl.constexpr,
     LAYOUT: gl.constexpr, LAYOUT_DQ: gl.constexpr,
 ):  # fmt: skip
     k_full, v_full, empty = bars
@@ -416,9 +456,13 @@ def _query_step(
     mbarrier.wait(v_full.index(now), phase)
     dp = _product(do, v_s.index(now).reshape([BLOCK, SIZE]), LAYOUT)  # [64, B]
     s = warpgroup_mma_wait(1, deps=[s])
+    factor, squeeze = factors
+    s = _capped(s, squeeze, CAPPED)
     p = gl.exp2(s * factor - gl.expand_dims(lse, 1))  # [64, B]
     if MASKED:
         p = gl.where(_seen(queries, keys, window, 0, WINDOWED), p, 0.0)
+    if CAPPED:
+        p = p * (1.0 - s * s)
     # Here for the same reason as in the forward.
     mbarrier.wait(k_full.index((n + 1) % STAGES), ((n + 1) // STAGES) & 1, pred=n + 1 < count)
     dp = warpgroup_mma_wait(0, deps=[dp])
@@ -431,37 +475,46 @@ def _query_step(
 
 @gluon.jit
 def _query_group(
-    WHO: gl.constexpr, given, FOLD: gl.constexpr, WINDOWED: gl.constexpr, STAGES: gl.constexpr
+    WHO: gl.constexpr, given, HEADS: gl.constexpr,
+    FOLD: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    dq_desc, buffers, q_full, bars, LSE, DELTA, WORK, rule, padded, factor, scale, tile, fold = given
-    q_s, do_s, k_s, v_s = buffers
+    dq_desc, buffers, q_full, bars, by_row, WORK, rule, padded, factors, scale, tile, fold = given
+    q_s, o_s, do_s, k_s, v_s = buffers
+    LSE, DLSE, FOLDED_LSE, DELTA = by_row
     BLOCK: gl.constexpr = k_s.shape[1]
     SIZE: gl.constexpr = k_s.shape[3]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])  # of s and dp
     LAYOUT_DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])  # of dq
     rows = tile * 128 + WHO * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))  # [64]
-    lse = gl.load(LSE + fold * padded + rows)  # [64]
-    delta = gl.load(DELTA + fold * padded + rows)  # [64]
+    k_full, v_full, empty = bars
+    END, DEPTH, OTHER, N, window = rule
+    at_row = rows // FOLD * HEADS + fold * FOLD + rows % FOLD  # [64], of [N, H]
+    exist = rows < N * FOLD  # [64]
+    lse = gl.load(LSE + at_row, mask=exist, other=0.0) * LOG2E  # [64]
+    dlse = gl.load(DLSE + at_row, mask=exist, other=0.0)  # [64]
     queries = _queries(rows // FOLD, rule, WINDOWED)  # [64] each
     dq = gl.zeros([64, SIZE], gl.float32, LAYOUT_DQ)
     begin, middle, stop, block = _span(WORK)
     q = q_s.index(WHO).reshape([64, SIZE])
     do = do_s.index(WHO).reshape([64, SIZE])
-    k_full, v_full, empty = bars
-    END, DEPTH, OTHER, N, window = rule
     mbarrier.wait(q_full, 0)
+    o = o_s.index(WHO).reshape([64, SIZE]).load(LAYOUT_DQ).to(gl.float32)  # [64, Dv]
+    delta = gl.sum(o * do.load(LAYOUT_DQ).to(gl.float32), 1)  # [64]
+    delta = gl.convert_layout(delta, gl.SliceLayout(1, LAYOUT)) - dlse
+    gl.store(FOLDED_LSE + fold * padded + rows, lse)
+    gl.store(DELTA + fold * padded + rows, delta)
     mbarrier.wait(k_full.index(0), 0)
     for at in range(begin, middle):
         following = gl.load(OTHER + at + 1)
         dq = _query_step(
-            block, at - begin, stop - begin, q, do, k_s, v_s, bars, dq, lse, delta, queries, rule, factor,
-            True, WINDOWED, STAGES, LAYOUT, LAYOUT_DQ,
+            block, at - begin, stop - begin, q, do, k_s, v_s, bars, dq, lse, delta, queries, rule, factors,
+            True, WINDOWED, CAPPED, STAGES, LAYOUT, LAYOUT_DQ,
         )  # fmt: skip
         block = following
     for at in range(middle, stop):
         dq = _query_step(
-            0, at - begin, stop - begin, q, do, k_s, v_s, bars, dq, lse, delta, queries, rule, factor,
-            False, WINDOWED, STAGES, LAYOUT, LAYOUT_DQ,
+            0, at - begin, stop - begin, q, do, k_s, v_s, bars, dq, lse, delta, queries, rule, factors,
+            False, WINDOWED, CAPPED, STAGES, LAYOUT, LAYOUT_DQ,
         )  # fmt: skip
     q.store((dq * scale).to(k_s.dtype))
     fence_async_shared()
@@ -474,15 +527,16 @@ def _query_loader(
     descs, buffers, q_full, bars, WORK, OTHER, tile, fold,
     FOLD: gl.constexpr, FOLDS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    q_desc, do_desc, k_desc, v_desc = descs
-    q_s, do_s, k_s, v_s = buffers
+    q_desc, o_desc, do_desc, k_desc, v_desc = descs
+    q_s, o_s, do_s, k_s, v_s = buffers
     k_full, v_full, empty = bars
     BLOCK: gl.constexpr = k_s.shape[1]
     begin, _, stop, block = _span(WORK)
-    mbarrier.expect(q_full, 4 * q_desc.block_type.nbytes)
+    mbarrier.expect(q_full, 6 * q_desc.block_type.nbytes)
     for who in gl.static_range(2):
         token = (tile * 128 + who * 64) // FOLD
         _fetch(q_desc, [token, fold * FOLD, 0], q_full, q_s.index(who))
+        _fetch(o_desc, [token, fold * FOLD, 0], q_full, o_s.index(who))
         _fetch(do_desc, [token, fold * FOLD, 0], q_full, do_s.index(who))
     for at in range(begin, stop):
         n = at - begin
@@ -498,26 +552,30 @@ def _query_loader(
 
 @gluon.jit(do_not_specialize=["N", "window", "padded"])
 def _backward_query(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, LSE, DELTA, END, DEPTH, WORK, OTHER, N, window, padded, factor,
-    scale, FOLD: gl.constexpr, FOLDS: gl.constexpr, SIZE: gl.constexpr, WINDOWED: gl.constexpr,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, LSE, DLSE, FOLDED_LSE, DELTA, END, DEPTH, WORK, OTHER,
+    N, window, padded, factor, squeeze, scale,
+    HEADS: gl.constexpr, FOLD: gl.constexpr, FOLDS: gl.constexpr, SIZE: gl.constexpr, WINDOWED: gl.constexpr,
+    CAPPED: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     tile, fold = gl.load(WORK + gl.program_id(0) * 8), gl.load(WORK + gl.program_id(0) * 8 + 1)
     q_s = gl.allocate_shared_memory(q_desc.dtype, [2, 64 // FOLD, FOLD, SIZE], q_desc.layout)
+    o_s = gl.allocate_shared_memory(q_desc.dtype, [2, 64 // FOLD, FOLD, SIZE], o_desc.layout)
     do_s = gl.allocate_shared_memory(q_desc.dtype, [2, 64 // FOLD, FOLD, SIZE], do_desc.layout)
     k_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK, 1, SIZE], k_desc.layout)
     v_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK, 1, SIZE], v_desc.layout)
-    buffers = (q_s, do_s, k_s, v_s)
+    buffers = (q_s, o_s, do_s, k_s, v_s)
     q_full = _barrier()
     bars = (_ring(STAGES, 1), _ring(STAGES, 1), _ring(STAGES, 2))
     fence_async_shared()
     rule = (END, DEPTH, OTHER, N, window)
-    given = (dq_desc, buffers, q_full, bars, LSE, DELTA, WORK, rule, padded, factor, scale, tile, fold)
-    descs = (q_desc, do_desc, k_desc, v_desc)
+    factors = (factor, squeeze)
+    by_row = (LSE, DLSE, FOLDED_LSE, DELTA)
+    given = (dq_desc, buffers, q_full, bars, by_row, WORK, rule, padded, factors, scale, tile, fold)
+    descs = (q_desc, o_desc, do_desc, k_desc, v_desc)
     gl.warp_specialize(
         [
-            (_query_group, (0, given, FOLD, WINDOWED, STAGES)),
-            (_query_group, (1, given, FOLD, WINDOWED, STAGES)),
+            (_query_group, (0, given, HEADS, FOLD, WINDOWED, CAPPED, STAGES)),
+            (_query_group, (1, given, HEADS, FOLD, WINDOWED, CAPPED, STAGES)),
             (_query_loader, (descs, buffers, q_full, bars, WORK, OTHER, tile, fold, FOLD, FOLDS, STAGES)),
         ],
         [4, 1],
@@ -530,9 +588,9 @@ def _backward_query(
 
 @gluon.jit
 def _key_step(
-    tile, n, k, v, buffers, bars, dk, dv, keys, rule, factor,
-    MASKED: gl.constexpr, FOLD: gl.constexpr, WINDOWED: gl.constexpr, STAGES: gl.constexpr,
-    LAYOUT: gl.constexpr, LAYOUT_DK: gl.constexpr,
+    tile, n, k, v, buffers, bars, dk, dv, keys, rule, factors,
+    MASKED: gl.constexpr, FOLD: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr,
+    STAGES: gl.constexpr, LAYOUT: gl.constexpr, LAYOUT_DK: gl.constexpr,
 ):  # fmt: skip
     k_s, v_s, q_s, do_s, lse_s, delta_s = buffers
     q_full, do_full, empty = bars
@@ -550,10 +608,14 @@ def _key_step(
     dp = _product(v, do, LAYOUT)  # [64, T]
     lse = lse_s.index(now).reshape([64]).load(gl.SliceLayout(0, LAYOUT))  # [T]
     s = warpgroup_mma_wait(1, deps=[s])
+    factor, squeeze = factors
+    s = _capped(s, squeeze, CAPPED)
     p = gl.exp2(s * factor - gl.expand_dims(lse, 0))  # [64, T]
     if MASKED:
         p = gl.where(_seen(queries, keys, window, 1, WINDOWED), p, 0.0)
     rounded = _operand(p, k_s.dtype, LAYOUT_DK)  # [64, T]
+    if CAPPED:
+        p = p * (1.0 - s * s)
     dv = warpgroup_mma(rounded, do, dv, is_async=True)  # [64, Dv]
     delta = delta_s.index(now).reshape([64]).load(gl.SliceLayout(0, LAYOUT))  # [T]
     dp = warpgroup_mma_wait(1, deps=[dp])
@@ -567,10 +629,12 @@ def _key_step(
 @gluon.jit
 def _key_group(
     WHO: gl.constexpr, given,
-    FOLD: gl.constexpr, FOLDS: gl.constexpr, WINDOWED: gl.constexpr, STAGES: gl.constexpr,
+    FOLD: gl.constexpr, FOLDS: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    dk_desc, dv_desc, buffers, k_full, bars, WORK, rule, factor, scale, block, group = given
+    dk_desc, dv_desc, buffers, k_full, bars, WORK, rule, factors, scale, block, group = given
     k_s, v_s, q_s, do_s, lse_s, delta_s = buffers
+    q_full, do_full, empty = bars
     END, DEPTH, OTHER, N, window = rule
     SIZE: gl.constexpr = k_s.shape[3]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # of s' and dp'
@@ -587,15 +651,20 @@ def _key_group(
         tile = first
         for at in range(begin, middle):
             following = gl.load(OTHER + at + 1)
-            dk, dv = _key_step(
-                tile, at - zero, k, v, buffers, bars, dk, dv, keys, rule, factor,
-                True, FOLD, WINDOWED, STAGES, LAYOUT, LAYOUT_DK,
-            )  # fmt: skip
+            if (tile * 64 + 63) // FOLD >= block * 128 + WHO * 64:
+                dk, dv = _key_step(
+                    tile, at - zero, k, v, buffers, bars, dk, dv, keys, rule, factors,
+                    True, FOLD, WINDOWED, CAPPED, STAGES, LAYOUT, LAYOUT_DK,
+                )  # fmt: skip
+            else:  # all its queries come before the keys of this group
+                n = at - zero
+                mbarrier.wait(q_full.index(n % STAGES), (n // STAGES) & 1)
+                mbarrier.arrive(empty.index(n % STAGES), count=1)
             tile = following
         for at in range(middle, stop):
             dk, dv = _key_step(
-                0, at - zero, k, v, buffers, bars, dk, dv, keys, rule, factor,
-                False, FOLD, WINDOWED, STAGES, LAYOUT, LAYOUT_DK,
+                0, at - zero, k, v, buffers, bars, dk, dv, keys, rule, factors,
+                False, FOLD, WINDOWED, CAPPED, STAGES, LAYOUT, LAYOUT_DK,
             )  # fmt: skip
     k.store((dk * scale).to(k_s.dtype))
     v.store(dv.to(k_s.dtype))
@@ -641,8 +710,8 @@ def _key_loader(
 @gluon.jit(do_not_specialize=["N", "window"])
 def _backward_key(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_desc, delta_desc, END, DEPTH, WORK, OTHER, N,
-    window, factor, scale, FOLD: gl.constexpr, FOLDS: gl.constexpr, SIZE: gl.constexpr,
-    WINDOWED: gl.constexpr, STAGES: gl.constexpr,
+    window, factor, squeeze, scale, FOLD: gl.constexpr, FOLDS: gl.constexpr, SIZE: gl.constexpr,
+    WINDOWED: gl.constexpr, CAPPED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     block, group = gl.load(WORK + gl.program_id(0) * 8), gl.load(WORK + gl.program_id(0) * 8 + 1)
     k_s = gl.allocate_shared_memory(q_desc.dtype, [2, 64, 1, SIZE], k_desc.layout)
@@ -656,12 +725,13 @@ def _backward_key(
     bars = (_ring(STAGES, 1), _ring(STAGES, 1), _ring(STAGES, 2))
     fence_async_shared()
     rule = (END, DEPTH, OTHER, N, window)
-    given = (dk_desc, dv_desc, buffers, k_full, bars, WORK, rule, factor, scale, block, group)
+    factors = (factor, squeeze)
+    given = (dk_desc, dv_desc, buffers, k_full, bars, WORK, rule, factors, scale, block, group)
     descs = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
     gl.warp_specialize(
         [
-            (_key_group, (0, given, FOLD, FOLDS, WINDOWED, STAGES)),
-            (_key_group, (1, given, FOLD, FOLDS, WINDOWED, STAGES)),
+            (_key_group, (0, given, FOLD, FOLDS, WINDOWED, CAPPED, STAGES)),
+            (_key_group, (1, given, FOLD, FOLDS, WINDOWED, CAPPED, STAGES)),
             (_key_loader, (descs, buffers, k_full, bars, WORK, OTHER, block, group, FOLD, FOLDS, STAGES)),
         ],
         [4, 1],

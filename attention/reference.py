@@ -48,21 +48,24 @@ class Block:
 
 @dataclass(eq=False)
 class Plan:
-    """What all layers of a row share. Blocks and masks are made by the first layer that asks for them."""
+    """What all layers of a row share, whatever the backend: made by the first layer that asks for it."""
 
     subtree_end: torch.Tensor  # [N] int32
-    depth: torch.Tensor  # [N] int64
+    depth: torch.Tensor  # [N] int32
     longest: int  # tokens of the row's longest path
     blocks: dict = field(default_factory=dict)  # window -> list of Block
     keys: dict = field(
         default_factory=dict
     )  # window -> [T] int64, the keys of its blocks one after the other
     masks: dict = field(default_factory=dict)  # (window, dtype) -> one [B, C] additive mask per block
+    meetings: dict = field(default_factory=dict)  # of the kernels: see tree.py and flash.py
 
 
 def plan(subtree_end: torch.Tensor, depth: torch.Tensor) -> Plan:
     """The row's plan from `subtree_end` [N] int32 and `depth` [N] int64 (position in the sample)."""
-    return Plan(subtree_end, depth, longest=int(depth.max()) + 1)
+    # Copies, so that they begin where TMA can read them.
+    own = [tensor.to(torch.int32, copy=True).contiguous() for tensor in (subtree_end, depth)]  # [N] each
+    return Plan(*own, longest=int(depth.max()) + 1)
 
 
 def attend(query, key, value, plan: Plan, scale, window=None, softcap=None, sinks=None, with_lse=False):

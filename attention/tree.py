@@ -33,7 +33,7 @@ meet, F folds: sets of query heads whose rows are one matrix (G of them here).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -59,22 +59,7 @@ class Meetings:
     other: torch.Tensor  # [P + 1] int32, increasing within each part; one more than is used
 
 
-@dataclass(eq=False)
-class Plan:
-    """What all layers of a row share. Meetings are found by the first layer that asks for them."""
-
-    subtree_end: torch.Tensor  # [N] int32
-    depth: torch.Tensor  # [N] int32
-    longest: int  # tokens of the row's longest path
-    meetings: dict = field(default_factory=dict)  # the arguments of meetings() -> Meetings
-
-
-def plan(subtree_end: torch.Tensor, depth: torch.Tensor) -> Plan:
-    """The row's plan from `subtree_end` [N] int32 and `depth` [N] int64 (position in the sample)."""
-    return Plan(subtree_end.contiguous(), depth.int().contiguous(), int(depth.max()) + 1)
-
-
-def attend(query, key, value, plan: Plan, scale, window=None, softcap=None, sinks=None, with_lse=False):
+def attend(query, key, value, plan, scale, window=None, softcap=None, sinks=None, with_lse=False):
     """Attention of a row on its tree, differentiable in every tensor, float32 inside, deterministic.
 
     `query` [N, H, D]; `key` [N, G, D]; `value` [N, G, Dv], all of one dtype: bfloat16, float16 or float32;
@@ -132,87 +117,84 @@ def _find_meetings(plan, owner, heads, tile, block, repeat, window) -> Meetings:
     tiles, blocks = triton.cdiv(length * repeat, tile), triton.cdiv(length, block)
     owners = tiles if owner == "tile" else blocks
     integers = partial(torch.empty, dtype=torch.int32, device=device)
-    extremes = integers(4, blocks)  # subtree_end of a block's keys, low and high, then their depth
-    _block_extremes[(blocks,)](plan.subtree_end, plan.depth, extremes, length, blocks, BLOCK=block)
-    depths = integers(2, tiles)  # of a tile's tokens, low and high
-    if window is not None:
-        _tile_extremes[(tiles,)](plan.depth, depths, length, tiles, TILE=tile, REPEAT=repeat)
-    count = integers(owners, 2)  # masked and not
-    known = (extremes, depths, length, tiles, blocks, window or 0)
-    constants = dict(TILE=tile, BLOCK=block, REPEAT=repeat)
-    constants.update(BY_TILE=owner == "tile", WINDOWED=window is not None)
-    _meet[(owners,)](*known, count, count, count, FILL=False, **constants)
-    start = torch.zeros(2 * owners + 1, dtype=torch.int32, device=device)  # of each owner's parts in `other`
-    torch.cumsum(count.flatten(), 0, out=start[1:])
-    other = torch.zeros(int(start[-1]) + 1, dtype=torch.int32, device=device)  # [P + 1]
-    _meet[(owners,)](*known, count, start, other, FILL=True, **constants)
-    key = torch.empty(heads * owners, dtype=torch.int64, device=device)  # [programs]
-    _priority[(heads * owners,)](start, key, owners, 2 * PROCESSORS)
+    extremes, depths = integers(4, blocks), integers(2, tiles)
+    known = (plan.subtree_end, plan.depth, extremes, depths, length, tiles, blocks, window or 0)
+    constants = dict(TILE=tile, BLOCK=block, REPEAT=repeat, WINDOWED=window is not None)
+    _extremes[(max(blocks, tiles) if window else blocks,)](*known, **constants)
+    counts, places = integers(2, owners), integers(4, owners)
+    constants.update(BY_TILE=owner == "tile")
+    _meet[(owners,)](*known[2:], counts, places, counts, counts, owners, heads, FILL=False, **constants)
+    _place[(owners,)](counts, places, owners, 2 * PROCESSORS)
+    other = integers(int(places[3, 0]) + 1)  # [P + 1]
     work = integers(heads * owners, 8)
-    _assign[(heads * owners,)](key.argsort(), start, other, work, owners)
+    _meet[(owners,)](*known[2:], counts, places, other, work, owners, heads, FILL=True, **constants)
     return Meetings(work, other)
 
 
-@triton.jit(do_not_specialize=["owners", "parts"])
-def _priority(START, KEY, owners, parts):
-    """A key per item (head x owners + owner), least first.
-
-    Head by head, so that what runs at one time reads the K and V of few heads; longest first within a head.
-    But what is longer than one of `parts` of a head's work comes before all that, else the end waits for it.
-    """
-    item = tl.program_id(0)
-    owner, head = item % owners, item // owners
-    work = tl.load(START + 2 * owner + 2) - tl.load(START + 2 * owner)
-    rank = tl.where(work * parts > tl.load(START + 2 * owners), 0, head + 1)
-    tl.store(KEY + item, (rank.to(tl.int64) << 52) - (work.to(tl.int64) << 28) + item)
-
-
-@triton.jit(do_not_specialize=["owners"])
-def _assign(ORDER, START, OTHER, WORK, owners):
-    """Writes the lines of Meetings.work."""
-    program = tl.program_id(0)
-    item = tl.load(ORDER + program).to(tl.int32)
-    owner = item % owners
-    begin = tl.load(START + 2 * owner)
-    tl.store(WORK + program * 8, owner)
-    tl.store(WORK + program * 8 + 1, item // owners)
-    tl.store(WORK + program * 8 + 2, begin)
-    tl.store(WORK + program * 8 + 3, tl.load(START + 2 * owner + 1))
-    tl.store(WORK + program * 8 + 4, tl.load(START + 2 * owner + 2))
-    tl.store(WORK + program * 8 + 5, tl.load(OTHER + begin))
-
-
-@triton.jit(do_not_specialize=["N", "blocks"])
-def _block_extremes(END, DEPTH, OUT, N, blocks, BLOCK: tl.constexpr):
-    block = tl.program_id(0)
-    j = block * BLOCK + tl.arange(0, BLOCK)  # [B]
-    # Keys past the end of the row end before they begin: a block that holds some is always masked.
-    end = tl.load(END + j, j < N, 0)  # [B]
-    tl.store(OUT + block, tl.min(end, 0))
-    tl.store(OUT + blocks + block, tl.max(end, 0))
-    tl.store(OUT + 2 * blocks + block, tl.min(tl.load(DEPTH + j, j < N, 2**30), 0))
-    tl.store(OUT + 3 * blocks + block, tl.max(tl.load(DEPTH + j, j < N, -1), 0))
-
-
-@triton.jit(do_not_specialize=["N", "tiles"])
-def _tile_extremes(DEPTH, OUT, N, tiles, TILE: tl.constexpr, REPEAT: tl.constexpr):
-    tile = tl.program_id(0)
-    tokens = (tile * TILE + tl.arange(0, TILE)) // REPEAT  # [T]
-    tl.store(OUT + tile, tl.min(tl.load(DEPTH + tokens, tokens < N, 2**30), 0))
-    tl.store(OUT + tiles + tile, tl.max(tl.load(DEPTH + tokens, tokens < N, -1), 0))
-
-
 @triton.jit(do_not_specialize=["N", "tiles", "blocks", "window"])
-def _meet(
-    EXTREMES, DEPTHS, N, tiles, blocks, window, COUNT, START, OTHER,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, REPEAT: tl.constexpr, BY_TILE: tl.constexpr,
-    WINDOWED: tl.constexpr, FILL: tl.constexpr,
+def _extremes(
+    END, DEPTH, EXTREMES, DEPTHS, N, tiles, blocks, window,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, REPEAT: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Of one owner: how many it meets, masked and not, or with FILL which."""
+    """Of each block the least and the greatest subtree_end and depth, of each tile the depths."""
+    own = tl.program_id(0)
+    j = own * BLOCK + tl.arange(0, BLOCK)  # [B]
+    if own < blocks:
+        # Keys past the end of the row end before they begin: a block that holds some is always masked.
+        end = tl.load(END + j, j < N, 0)  # [B]
+        tl.store(EXTREMES + own, tl.min(end, 0))
+        tl.store(EXTREMES + blocks + own, tl.max(end, 0))
+        if WINDOWED:
+            tl.store(EXTREMES + 2 * blocks + own, tl.min(tl.load(DEPTH + j, j < N, 2**30), 0))
+            tl.store(EXTREMES + 3 * blocks + own, tl.max(tl.load(DEPTH + j, j < N, -1), 0))
+    if WINDOWED and own < tiles:
+        i = (own * TILE + tl.arange(0, TILE)) // REPEAT  # [T]
+        tl.store(DEPTHS + own, tl.min(tl.load(DEPTH + i, i < N, 2**30), 0))
+        tl.store(DEPTHS + tiles + own, tl.max(tl.load(DEPTH + i, i < N, -1), 0))
+
+
+@triton.jit(do_not_specialize=["owners", "parts"])
+def _place(COUNTS, PLACES, owners, parts):
+    """Of each owner: where its others begin and its rank (longest first). Of all: how many are long, and P.
+
+    Programs start head by head, so that what runs at one time reads the K and V of few heads; longest first
+    within a head. But what is long, longer than one of `parts` of a head's work, comes before all that, for
+    all heads: else the end waits for it.
+    """
+    own = tl.program_id(0)
+    mine = tl.load(COUNTS + own) + tl.load(COUNTS + owners + own)
+    begin, rank, total, long = 0, 0, 0, 0
+    for first in range(0, owners, 1024):
+        each = first + tl.arange(0, 1024)  # [1024]
+        work = tl.load(COUNTS + each, each < owners, 0) + tl.load(COUNTS + owners + each, each < owners, 0)
+        before = each < own  # [1024]
+        begin += tl.sum(tl.where(before, work, 0), 0)
+        rank += tl.sum(((work > mine) | ((work == mine) & before)).to(tl.int32), 0)
+        total += tl.sum(work, 0)
+    for first in range(0, owners, 1024):
+        each = first + tl.arange(0, 1024)  # [1024]
+        work = tl.load(COUNTS + each, each < owners, 0) + tl.load(COUNTS + owners + each, each < owners, 0)
+        long += tl.sum((work * parts > total).to(tl.int32), 0)
+    tl.store(PLACES + own, begin)
+    tl.store(PLACES + owners + own, rank)
+    tl.store(PLACES + 2 * owners + own, long)
+    tl.store(PLACES + 3 * owners + own, total)
+
+
+@triton.jit(do_not_specialize=["N", "tiles", "blocks", "window", "owners", "heads"])
+def _meet(
+    EXTREMES, DEPTHS, N, tiles, blocks, window, COUNTS, PLACES, OTHER, WORK, owners, heads,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, REPEAT: tl.constexpr, WINDOWED: tl.constexpr,
+    BY_TILE: tl.constexpr, FILL: tl.constexpr,
+):  # fmt: skip
+    """Of one owner: how many it meets, masked and not, or with FILL which, and its lines of Meetings.work."""
     owner = tl.program_id(0)
-    masked, unmasked = 0, 0  # so far
+    begin, middle = 0, 0
     if FILL:
-        masked, unmasked = tl.load(START + 2 * owner), tl.load(START + 2 * owner + 1)
+        begin = tl.load(PLACES + owner)
+        middle = begin + tl.load(COUNTS + owner)
+    masked, unmasked = begin, middle  # so far
+    leading = 2**30  # the first of them
     # The tiles of a block are contiguous: from that of its first key to the end of its widest subtree.
     if BY_TILE:
         first, stop = 0, blocks
@@ -240,11 +222,25 @@ def _meet(
         if FILL:
             tl.store(OTHER + masked + tl.cumsum(part, 0) - 1, others, part > 0)
             tl.store(OTHER + unmasked + tl.cumsum(whole, 0) - 1, others, whole > 0)
+            listed = tl.where(begin < middle, part, whole) > 0  # [128]
+            leading = tl.minimum(leading, tl.min(tl.where(listed, others, 2**30), 0))
         masked += tl.sum(part, 0)
         unmasked += tl.sum(whole, 0)
-    if not FILL:
-        tl.store(COUNT + 2 * owner, masked)
-        tl.store(COUNT + 2 * owner + 1, unmasked)
+    if FILL:
+        rank, long = tl.load(PLACES + owners + owner), tl.load(PLACES + 2 * owners + owner)
+        for number in range(heads):
+            line = rank * heads + number
+            if rank >= long:
+                line = heads * long + number * (owners - long) + rank - long
+            tl.store(WORK + line * 8, owner)
+            tl.store(WORK + line * 8 + 1, number)
+            tl.store(WORK + line * 8 + 2, begin)
+            tl.store(WORK + line * 8 + 3, middle)
+            tl.store(WORK + line * 8 + 4, unmasked)
+            tl.store(WORK + line * 8 + 5, leading)
+    else:
+        tl.store(COUNTS + owner, masked)
+        tl.store(COUNTS + owners + owner, unmasked)
 
 
 # ---- autograd
@@ -257,9 +253,9 @@ class _Attention(torch.autograd.Function):
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)  # [N, H]
         ctx.options = (plan, scale, window, softcap)
         ctx.save_for_backward(query, key, value, sinks, output, lse)
-        fast = _hopper(query, key, value, softcap)
+        fast = _hopper(query, value)
         if fast:
-            fast.forward(query, key, value, output, lse, sinks, plan, scale, window, meetings)
+            fast.forward(query, key, value, output, lse, sinks, *ctx.options, meetings)
         else:
             _launch("forward", _forward, ctx.options, (query, key, value), (output, lse, sinks))
         return output, lse
@@ -284,15 +280,14 @@ def gradients(
     doutput, query, key, value = (_dense(tensor) for tensor in (doutput, query, key, value))
     options = (plan, scale, window, softcap)
     dquery, dkey, dvalue = (torch.empty_like(tensor) for tensor in (query, key, value))
-    fast = _hopper(query, key, value, softcap)
-    fold = fast.fold(query, key) if fast else query.shape[1] // key.shape[1]
-    dlse = torch.zeros_like(lse) if dlse is None else dlse
-    lse, delta = _folded(output, doutput, lse, dlse, fold)  # [F, R padded] each
+    dlse = torch.zeros_like(lse) if dlse is None else dlse.contiguous()
+    fast = _hopper(query, value)
     with torch.cuda.device_of(query):
         if fast:
-            rows, found = (query, key, value, doutput), (dquery, dkey, dvalue)
-            fast.backward(*rows, *found, lse, delta, plan, scale, window, meetings)
+            given, found = (query, key, value, output, doutput, lse, dlse), (dquery, dkey, dvalue)
+            lse, delta = fast.backward(*given, *found, *options, meetings)  # [F, R padded] each
         else:
+            lse, delta = _folded(output, doutput, lse, dlse, query.shape[1] // key.shape[1])  # the same
             strided = (query, key, value, doutput)
             _launch("dq", _backward_query, options, (*strided, dquery), (lse, delta))
             _launch("dkv", _backward_key, options, (*strided, dkey, dvalue), (lse, delta))
@@ -304,7 +299,7 @@ def gradients(
     return dquery, dkey, dvalue, dsinks
 
 
-def _hopper(query, key, value, softcap):
+def _hopper(query, value):
     """The module with the kernels of Hopper where they can take the call, else None."""
     if not HOPPER or not query.is_cuda or torch.cuda.get_device_capability(query.device) != (9, 0):
         return None
@@ -312,7 +307,7 @@ def _hopper(query, key, value, softcap):
         from attention import hopper
     except ImportError:  # Gluon is experimental: other versions of Triton may lack a part
         return None
-    return hopper if hopper.fits(query, key, value, softcap) else None
+    return hopper if hopper.fits(query, value) else None
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -585,7 +580,7 @@ def _folded(output, doutput, lse, dlse, fold: int) -> tuple:
     tiles = triton.cdiv(length * fold, FOLD_TILE)
     folded, delta = lse.new_empty(2, heads // fold, tiles * FOLD_TILE)
     _fold[(tiles, heads // fold)](
-        output, doutput, lse, dlse.contiguous(), folded, delta, length, tiles * FOLD_TILE,
+        output, doutput, lse, dlse, folded, delta, length, tiles * FOLD_TILE,
         *doutput.stride()[:2],
         HEADS=heads, REPEAT=fold, SIZE=size, PADDED=triton.next_power_of_2(size), TILE=FOLD_TILE,
     )  # fmt: skip

@@ -2,15 +2,16 @@
 
     python bench/attention.py [--rows grpo,plain] [--heads 16/8] [--methods tree,"gather FA2"] [--json FILE]
 
-    tree           attention/tree.py, through the interface that the trainer uses
+    tree, flash    the backends "triton" and "flash", through the interface that the trainer uses
     unshared       varlen flash attention over the samples laid end to end: no token is shared
     gather         varlen flash attention over K and V gathered along the path of every segment
-    flex, flash    FlexAttention compiled with the mask j <= i < subtree_end[j], with its own kernels and with
-                   those of flash-attn-4; both compile anew for every row: --compiled names the rows to take
+    flex           FlexAttention compiled with the mask j <= i < subtree_end[j], with its own kernels or
+                   (FLASH) those of flash-attn-4; both compile anew for every row: --compiled names the rows
 
-FA2 is the one that comes with torch; FA4 and flash need flash-attn-4. Times are medians in milliseconds,
-forward and forward + backward. TFLOP/s counts what the tree needs (4 H D a visible pair, 2.5 times that
-backward), for "unshared" what the samples need. A last line per head shape compares errors with float64.
+FA2 is the one that comes with torch; FA4, FLASH and flash need flash-attn-4. Times are medians in
+milliseconds, forward and forward + backward. TFLOP/s counts what the tree needs (4 H D a visible pair, 2.5
+times that backward), for "unshared" what the samples need. Then, per head shape: errors against float64, the
+memory of the default backend (asserted below 5 % at head sizes up to 128) and the time to make a row's lists.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import attention  # noqa: E402
 from attention import reference  # noqa: E402
+from attention import tree as kernels  # noqa: E402
 
-HEADS = {"16/8": (16, 8, 128), "32/8": (32, 8, 128)}  # query heads, K/V heads, head size: Qwen3 0.6B and 8B
+# Query heads, K/V heads, head size: of Qwen3 0.6B and 8B, and of Gemma 3 4B.
+HEADS = {"16/8": (16, 8, 128), "32/8": (32, 8, 128), "8/4x256": (8, 4, 256)}
 
 
 def groups(prompt: int, group: int, completion: int, count: int, jitter: float = 0.5) -> list:
@@ -188,19 +192,20 @@ def flex(options, row, scale):
     return run
 
 
-def tree(row, scale):
-    index = attention._index(row.subtree_end, row.depth)
+def tree(backend, row, scale):
+    index = attention._index(row.subtree_end, row.depth, backend)
     return lambda q, k, v: index.attend(q, k, v, index.plan, scale)
 
 
 METHODS = {
-    "tree": tree,
+    "tree": partial(tree, "triton"),
+    "flash": partial(tree, "flash"),
     "unshared FA2": partial(unshared, fa2),
     "gather FA2": partial(gather, fa2),
     "unshared FA4": partial(unshared, fa4),
     "gather FA4": partial(gather, fa4),
     "flex": partial(flex, None),
-    "flash": partial(flex, {"BACKEND": "FLASH"}),
+    "flex FLASH": partial(flex, {"BACKEND": "FLASH"}),
 }
 
 
@@ -255,13 +260,46 @@ def errors(heads) -> dict:
     return found
 
 
+def memory(heads) -> float:
+    """What the default backend takes at its peak beyond q, k, v, o, lse and gradients, as a part of those."""
+    row = layout(ROWS["ratio3.4"])
+    tensors, run = inputs(row, heads), tree("auto", row, heads[2] ** -0.5)
+    gradient = torch.randn_like(tensors[0])
+    run(*tensors).backward(gradient)  # compiles, and makes the row's lists
+    for tensor in tensors:
+        tensor.grad = None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run(*tensors).backward(gradient)
+    given = sum(tensor.nbytes for tensor in [*tensors, gradient])
+    made = given + 4 * heads[0] * row.length  # o and the gradients; lse
+    return (torch.cuda.max_memory_allocated() - before - made) / (given + made)
+
+
+def lists(heads) -> float:
+    """Milliseconds of the host from a row's two arrays to the lists of its forward and backward."""
+    row = layout(ROWS["plain"])
+    index, tensors = attention._index(row.subtree_end, row.depth, "triton"), inputs(row, heads)
+    index.attend(*tensors, index.plan, 1.0).sum().backward()
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        plan = reference.plan(row.subtree_end, row.depth)
+        for name in index.plan.meetings:
+            kernels.meetings(plan, *name)
+        torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - start))
+    return sorted(times)[10]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", default=",".join(ROWS))
-    parser.add_argument("--heads", default=",".join(HEADS))
+    parser.add_argument("--heads", default="16/8,32/8")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument(
-        "--compiled", default=",".join(ROWS), help="rows on which flex and flash are measured"
+        "--compiled", default=",".join(ROWS), help="rows on which flex and flex FLASH are measured"
     )
     parser.add_argument("--milliseconds", type=int, default=200, help="time spent on each measurement")
     parser.add_argument("--json", help="file to write the results to")
@@ -273,7 +311,7 @@ def main() -> None:
             row = layout(ROWS[name])
             print(f"{heads} {name}: {row.length} tokens", flush=True)
             for method in options.methods.split(","):
-                if method in ("flex", "flash") and name not in options.compiled.split(","):
+                if method.startswith("flex") and name not in options.compiled.split(","):
                     continue
                 try:
                     result = measure(method, row, HEADS[heads], options.milliseconds)
@@ -281,9 +319,13 @@ def main() -> None:
                     result = dict(failed=f"{type(error).__name__}: {str(error)[:200]}")
                 results[f"{heads} {name} {method}"] = result
                 print(f"    {method:13}", *(f"{key} {value}" for key, value in result.items()), flush=True)
-        results[f"{heads} errors"] = found = errors(HEADS[heads])
+        found = errors(HEADS[heads])
         ratios = [a / b for a, b in zip(found["tree"], found["gather FA2"], strict=True)]
         print(f"{heads} errors of out, dq, dk, dv over those of FA2:", *(f"{ratio:.2f}" for ratio in ratios))
+        extra, made_in = memory(HEADS[heads]), lists(HEADS[heads])
+        print(f"{heads} memory beyond inputs and outputs: {extra:.2%}; lists of a row: {made_in:.2f} ms")
+        results[heads] = dict(errors=found, extra_memory=extra, lists_ms=made_in)
+        assert HEADS[heads][2] > 128 or extra < 0.05, "the default backend takes too much memory"
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=1))
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from torch.distributed.utils import _apply_to_tensors
 
 import attention
 import start
-from attention import reference
+from attention import flash, reference
 from packing import Sample, pack
 
 DATA = Path(__file__).parent / "data"
@@ -280,10 +281,35 @@ def tree(monkeypatch):
     return module
 
 
+@contextmanager
+def guarded(band=256):
+    """New tensors hold NaN (-77 if integers) and lie between bands of it, which must be whole at the end."""
+    made, full = [], torch.full
+
+    def empty(*shape, dtype=F32, device=DEVICE):
+        shape = torch.Size(shape[0] if isinstance(shape[0], (tuple, torch.Size)) else shape)
+        poison = torch.nan if dtype.is_floating_point else -77
+        made.append((full([2 * band + shape.numel()], poison, dtype=dtype, device=device), poison))
+        return made[-1][0][band : band + shape.numel()].view(shape)
+
+    def new_empty(tensor, *shape, dtype=None, device=DEVICE):
+        return empty(*shape, dtype=dtype or tensor.dtype, device=device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        patch.setattr(torch, "empty_like", lambda tensor: empty(tensor.shape, dtype=tensor.dtype))
+        patch.setattr(torch.Tensor, "new_empty", new_empty)
+        yield
+    assert made
+    for buffer, poison in made:
+        bands = torch.cat([buffer[:band], buffer[-band:]])
+        assert (bands.isnan() if buffer.is_floating_point() else bands == poison).all()
+
+
 def gradients(module, tensors, sinks, end, depth, scale, dout, dlse, **options):
     """[out, lse, dq, dk, dv, dsinks] in the dtype of the tensors."""
     leaves = [x.detach().requires_grad_() for x in tensors + ([] if sinks is None else [sinks])]
-    plan = module.plan(end, depth)
+    plan = reference.plan(end, depth)
     options.update(sinks=None if sinks is None else leaves[3], with_lse=True)
     out, lse = module.attend(*leaves[:3], plan, scale, **options)
     return [out, lse, *torch.autograd.grad((out, lse), leaves, (dout.to(out.dtype), dlse.to(lse.dtype)))]
@@ -333,6 +359,9 @@ KERNEL_CASES = [  # row, query heads, K/V heads, head size, options
     ("chain", 2, 1, 256, dict(softcap=0.7, window=9, sinks=True)),
     ("forest", 7, 1, 8, dict(scale=-0.3)),
     ("forest", 2, 2, 24, dict(value_size=16)),
+    ("one-token segments", 2, 1, 192, dict(value_size=128)),
+    ("chain", 8, 1, 64, dict(softcap=2.0, window=7, sinks=True, dtype=F16)),
+    ("forest", 4, 2, 128, dict(softcap=0.5, dtype=F16)),
 ]
 
 
@@ -358,11 +387,8 @@ def test_kernels_equal_the_reference(tree, name, heads, groups, size, options):
     rest = (end, depth, scale, dout, dlse)
     exact = [x.double() for x in tensors], None if sinks is None else sinks.double()
     wanted = gradients(reference, *exact, *rest, **options)
-    try:  # what is not written stays NaN
-        torch.use_deterministic_algorithms(DEVICE == "cpu")
+    with guarded():
         found = gradients(tree, tensors, sinks, *rest, **options)
-    finally:
-        torch.use_deterministic_algorithms(False)
     tolerance = 2e-3 if dtype == F16 else 3e-6
     for a, b in zip(found, wanted, strict=True):
         assert (a.double() - b).norm() <= tolerance * max(b.norm(), 1e-2)
@@ -394,7 +420,7 @@ def test_kernels_take_heads_before_tokens_and_an_expanded_gradient(tree):
     found, wanted = [], []
     for module, result in ((tree, found), (reference, wanted)):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = module.attend(*leaves, module.plan(end, depth), 0.25)
+        out = module.attend(*leaves, reference.plan(end, depth), 0.25)
         result += [out, *torch.autograd.grad(out.sum(), leaves)]
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
@@ -442,7 +468,7 @@ def test_kernels_visit_the_blocks_they_need_and_mask_those_that_need_one(
                 whole[t, b] = part.all() and (b + 1) * block <= length
         if owner == "block":
             need, whole = need.T, whole.T
-        plan = tree.plan(end.to(DEVICE), depth.to(DEVICE))
+        plan = reference.plan(end.to(DEVICE), depth.to(DEVICE))
         lists = tree.meetings(plan, owner, 2, tile, block, repeat, window)
         work, other = lists.work.tolist(), lists.other.tolist()
         assert sorted((head, own) for own, head, *_ in work) == [
@@ -453,6 +479,19 @@ def test_kernels_visit_the_blocks_they_need_and_mask_those_that_need_one(
             needed, wholly = (set(x[own].nonzero().flatten().tolist()) for x in (need, whole))
             assert needed <= masked | free and free <= wholly and first == other[begin]
             assert window is not None or (masked | free == needed and free == wholly)  # and nothing in vain
+
+
+@kernels
+@pytest.mark.parametrize("owner", ["tile", "block"])
+def test_kernels_lists_become_columns_of_flash_attention(tree, owner):
+    plan = reference.plan(*random_row(300, 4, 0.1))
+    lists = tree.meetings(plan, owner, 1, 16, 32, 1, None)
+    counts, columns, free_counts, free = (x[0, 0].tolist() for x in flash._columns(lists))
+    other = lists.other.tolist()
+    assert len(lists.work) == len(counts)
+    for own, _, begin, middle, stop, *_ in lists.work.tolist():
+        assert columns[own][: counts[own]] == other[begin:middle]
+        assert free[own][: free_counts[own]] == other[middle:stop]
 
 
 @kernels
@@ -470,12 +509,15 @@ def test_kernels_give_a_model_the_gradients_of_the_reference(tree):
 
 
 @pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="needs a CPU without the interpreter")
-def test_triton_backend_refuses_a_cpu():
+@pytest.mark.parametrize(
+    "backend, message", [("triton", "runs on CUDA devices"), ("flash", "(needs the package|runs on Hopper)")]
+)
+def test_backend_refuses_a_cpu(backend, message):
     pytest.importorskip("triton")
     row = SimpleNamespace(subtree_end=torch.full((5,), 5, dtype=torch.int32), position_ids=torch.arange(5))
     q, k = torch.zeros(1, 4, 5, 4), torch.zeros(1, 2, 5, 4)
-    with pytest.raises(ValueError, match="triton attention backend runs on CUDA devices"):
-        attention.tree_attention(nn.Identity(), q, k, k, None, **attention.index(row, "triton"))
+    with pytest.raises(ValueError, match=f"the {backend} attention backend {message}"):
+        attention.tree_attention(nn.Identity(), q, k, k, None, **attention.index(row, backend))
 
 
 @kernels
@@ -497,7 +539,64 @@ def test_kernels_refuse_by_name_what_they_cannot_do(tree, change, message):
         for heads in (case["heads"], 2, 2)
     )
     with pytest.raises(ValueError, match=f"triton attention backend takes.*{message}"):
-        tree.attend(q, k, v, tree.plan(end, depth), case["scale"], window=case["window"])
+        tree.attend(q, k, v, reference.plan(end, depth), case["scale"], window=case["window"])
+
+
+flash_attention = pytest.mark.skipif(
+    DEVICE == "cpu" or bool(flash.missing()), reason="needs a Hopper GPU and flash-attn-4"
+)
+
+
+@flash_attention
+@pytest.mark.parametrize(
+    "length, heads, groups, size, options",
+    [
+        (1, 4, 2, 128, dict()),
+        (1300, 16, 8, 128, dict(sinks=True, window=100)),
+        (900, 8, 4, 256, dict(softcap=50.0)),
+        (700, 8, 4, 256, dict(window=50, scale=-0.05)),
+        (900, 16, 2, 64, dict(sinks=True, dtype=F16)),
+    ],
+)
+def test_flash_attention_equals_the_reference(length, heads, groups, size, options):
+    options = dict(options)
+    dtype, scale = options.pop("dtype", torch.bfloat16), options.pop("scale", size**-0.5)
+    end, depth = random_row(length, 0, 0.02)
+    torch.manual_seed(0)
+    shapes = [(length, heads, size), (length, groups, size), (length, groups, size), (length, heads, size)]
+    *tensors, dout = (torch.randn(shape, device=DEVICE, dtype=dtype) for shape in shapes)
+    dlse = torch.randn(length, heads, device=DEVICE)
+    sinks = torch.randn(heads, device=DEVICE) if options.pop("sinks", False) else None
+    rest = (end, depth, scale, dout, dlse)
+    exact = [x.double() for x in tensors], None if sinks is None else sinks.double()
+    wanted = gradients(reference, *exact, *rest, **options)
+    for a, b in zip(gradients(flash, tensors, sinks, *rest, **options), wanted, strict=True):
+        assert (a.double() - b).norm() <= (2e-3 if dtype == F16 else 1e-2) * max(b.norm(), 1e-2)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="minutes without a GPU")
+@pytest.mark.parametrize("trees", [1, 8])
+def test_row_of_256k_tokens_equals_the_reference(tree, trees):
+    branches, prompt, branch = (1, 0, 2**18) if trees == 1 else (28, 4096, 1024)
+    span = prompt + branches * branch
+    end, depth = [], []
+    for root in range(0, 2**18, span):
+        ends = [root + prompt + (number + 1) * branch for number in range(branches) for _ in range(branch)]
+        end += [root + span] * prompt + ends
+        depth += [*range(prompt)] + [*range(prompt, prompt + branch)] * branches
+    plan = reference.plan(
+        torch.tensor(end, dtype=torch.int32, device=DEVICE), torch.tensor(depth, device=DEVICE)
+    )
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(2**18, heads, 128, device=DEVICE).bfloat16() for heads in (2, 1, 1, 2))
+    results = []
+    for module, dtype in ((tree, torch.bfloat16), (reference, F32)):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out = module.attend(*leaves, plan, 128**-0.5)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))])
+    for found, wanted in zip(*results, strict=True):
+        for part in (slice(None), slice(-1000, None)):
+            assert (found[part] - wanted[part]).norm() < 1e-2 * wanted[part].norm()
 
 
 # ---- models
@@ -687,6 +786,28 @@ def test_padding_mask_is_refused():
     ids = torch.tensor([[3, 4, 5]])
     with pytest.raises(ValueError, match="attention_mask"):
         tiny_model("Qwen3")(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+
+
+@pytest.mark.parametrize(
+    "device, size, refused, chosen",
+    [
+        ("cuda", 128, (), "triton"),
+        ("cuda", 256, (), "flash"),
+        ("cuda", 256, ("flash",), "triton"),
+        ("cuda", 256, ("flash", "triton"), "reference"),
+        ("cuda", 264, (), "reference"),
+        ("cpu", 128, (), "reference"),
+    ],
+)
+def test_auto_takes_the_fastest_backend_that_does_not_refuse(device, size, refused, chosen, monkeypatch):
+    def backend(name):
+        return SimpleNamespace(refusal=lambda *_: name in refused, attend=lambda *_, **options: name)
+
+    monkeypatch.setattr(attention, "_module", backend)
+    monkeypatch.setattr(attention, "find_spec", lambda name: True)
+    monkeypatch.setattr(attention, "reference", backend("reference"))
+    query = SimpleNamespace(is_cuda=device == "cuda", shape=(5, 4, size))
+    assert attention._fastest(query, query, query, 1.0, None).attend() == chosen
 
 
 def test_unknown_backend_is_refused():
