@@ -7,6 +7,7 @@ turn 3   prompt 3 (rewritten) ....................... output 3      anything els
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from dataclasses import dataclass
@@ -519,3 +520,18 @@ def read_template(chat_template: str) -> str:
     if not Path(chat_template).is_file():
         raise ValueError(f"there is no file {chat_template}, and it is no template text either")
     return Path(chat_template).read_text()
+
+
+def model_ids(model: str, source: dict, tokenizer) -> tuple[set[int], int | None]:
+    """Ids that end a turn (tokenizer's and generation config's), and rows of the output head, if known."""
+    from transformers import AutoConfig, GenerationConfig
+
+    eos_ids = {tokenizer.eos_token_id}
+    with contextlib.suppress(OSError):
+        place = {name: value for name, value in source.items() if name != "trust_remote_code"}
+        more = GenerationConfig.from_pretrained(model, **place).eos_token_id
+        eos_ids |= set(more) if isinstance(more, list) else {more}
+    vocabulary = None
+    with contextlib.suppress(OSError, ValueError):
+        vocabulary = AutoConfig.from_pretrained(model, **source).get_text_config().vocab_size
+    return eos_ids - {None}, vocabulary

@@ -21,46 +21,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import functools
 import hashlib
 import inspect
 import itertools
-import json
 import math
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from calls import Caller, check_tools
 from client import ServerError
 from conversation import (
-    FORMATS,
-    Call,
     Renderer,
     Rollout,
     RolloutError,
     Turn,
-    call_id,
-    probe,
+    model_ids,
     read_template,
     samples_of,
 )
 from messages import EndMessage, GroupMessage, MetricsMessage
 from packing import Sample
+from prompts import Prompt, Prompts
 from questions import needed_logprobs
 from routing import Load, Routing
 from scoring import (
     Group,
     MetricsBuffer,
+    Rewards,
+    append_lines,
     as_reward,
-    as_rewards,
     completion_lines,
     completion_metrics,
     drop_reason,
-    is_async,
     print_completions,
     total_rewards,
     trained_metrics,
@@ -74,8 +71,6 @@ from task import (
     load_task,
     locate,
     opened,
-    schema_of,
-    source_names,
     tools_of,
 )
 
@@ -84,21 +79,9 @@ TICK_S = 0.05  # heartbeat, and how soon a new allowance is noticed
 REPORT_S = 1.0  # between two metrics messages
 CLOSE_S = 5.0  # seconds for close(), and for what is in flight, when the loop ends
 MEMORY = 512  # rollouts that the running mean of their tokens looks back on
-SHOWN = 200  # characters of a malformed call that the model is shown again
-STREAMED_ROWS = 4096  # rows of a streaming dataset that can still be sampled again
 
 
 # -------------------------------------------------------------------------------------------------- the loop
-
-
-@dataclass
-class Prompt:
-    """One prompt of one epoch."""
-
-    group_id: int  # running number of the prompt since the start of the run
-    epoch: int
-    row_index: int
-    row: dict
 
 
 @dataclass
@@ -106,9 +89,8 @@ class Flight:
     """A group on its way: what the loop keeps about it beside what hooks see."""
 
     group: Group
-    row: dict
+    prompt: Prompt
     load: Load
-    attempt: int  # how often this prompt was sampled before
     left: int  # rollouts not finished yet
     prefix: str = ""  # of its metrics' names: eval/ in an evaluation
     abandoned: set[int] = field(default_factory=set)  # rollouts that ran out of time
@@ -159,17 +141,14 @@ class RolloutLoop:
         self.task: Task | None = None
         self.eos_ids: set[int] = set()
         self.vocabulary: int | None = None  # rows of the model's output head
-        self.dataset_size: int | None = None
+        self.prompts: Prompts | None = None
         self.metrics = MetricsBuffer()
         self.routing = Routing(options, link, self.metrics)
         self.loads = self.routing.loads
         self._helpers = ThreadPoolExecutor(4, thread_name_prefix="helper")
         self._tasks: set[asyncio.Task] = set()
         self._ready_to_close = False
-        self._again: deque[int] = deque()
-        self._attempts = Counter()  # group -> times its prompt was sampled again
         self._refused = Counter()  # epoch -> prompts that filter_prompt refused
-        self._streamed: OrderedDict[int, Prompt] = OrderedDict()
         self._running: dict[int, float] = {}  # rollout -> when it started
         self._waiting_for = "the task to load"
         self._scoring = 0  # groups
@@ -184,8 +163,7 @@ class RolloutLoop:
         self._reported_at = time.monotonic()
         self._printed_version = None
         self._log_lock = asyncio.Lock()
-        self._tool_threads = ThreadPoolExecutor(options.max_concurrent_rollouts, thread_name_prefix="tool")
-        self._schemas = {}  # tool -> what the model is shown of it
+        self.caller = Caller(self.record, options.max_concurrent_rollouts)
 
     # ---- hooks
 
@@ -204,7 +182,7 @@ class RolloutLoop:
         `tools` are functions: the task's, and the methods of the rollout's own environment.
         """
         by_name = {tool.__name__: tool for tool in tools}
-        schemas = [self.schema(tool) for tool in tools]
+        schemas = [self.caller.schema(tool) for tool in tools]
         rollout, exhausted = Rollout([], [], []), False
         held = self.render(prompt, schemas)
         for rounds in itertools.count():
@@ -217,7 +195,7 @@ class RolloutLoop:
             if not calls or exhausted:
                 break
             before = prompt + rollout.completion
-            results = await self.call_tools(calls, by_name, rollout)
+            results = await self.caller.answer(calls, by_name, rollout)
             rollout.completion += results
             held = self.renderer.next_prompt(held + turn.output_ids, before, results, schemas)
             if self.is_full(held):
@@ -231,69 +209,17 @@ class RolloutLoop:
         """The conversation so far through the chat template, ready for the assistant's turn: token ids."""
         return self.renderer.prompt(messages, schemas)
 
-    def schema(self, tool) -> dict:
-        function = getattr(tool, "__func__", tool)  # instances of an environment share their methods
-        if function not in self._schemas:
-            self._schemas[function] = schema_of(tool)
-        return self._schemas[function]
-
     def is_full(self, prompt_ids: list[int]) -> bool:
         """Does the prompt leave the server no room for a token?"""
         context = PLACE.get().load.context
         return context is not None and len(prompt_ids) >= context
 
-    async def call_tools(self, calls: list[Call], tools: dict, rollout: Rollout) -> list[dict]:
-        """Run the calls of one message in their order: the messages that answer them."""
-        self.record("tools/parallel_calls_mean", [len(calls)])
-        results = []
-        for number, call in enumerate(calls):
-            text, failed = await self.call_tool(call, tools)
-            rollout.tool_call_count += 1
-            rollout.tool_failure_count += failed
-            results.append(
-                {"role": "tool", "name": call.name, "tool_call_id": call_id(number), "content": text}
-            )
-        return results
-
-    async def call_tool(self, call: Call, tools: dict) -> tuple[str, bool]:
-        """What the model is told, and whether the call failed; nothing that a tool raises ends a rollout."""
-        record, tool = self.record, tools.get(call.name)
-        if tool is not None:
-            record(f"tools/{call.name}/call_count", 1)
-            record(f"tools/{call.name}/failure_count", 0)
-        elif call.name:
-            record("tools/unknown_name_count", 1)
-            return f"error: there is no tool {call.name}; there are {', '.join(tools)}", True
-        try:
-            if call.error is not None:
-                raise ValueError(f"{call.error}: {str(call.arguments)[:SHOWN]}")
-            started = time.monotonic()
-            try:
-                return str(await self._off_loop(tool, **call.arguments)), False
-            finally:
-                for name in ("tools/latency_s", f"tools/{call.name}/latency_s"):
-                    record(name, [time.monotonic() - started])
-        except (Exception, SystemExit) as error:
-            if tool is not None:
-                record(f"tools/{call.name}/failure_count", 1)
-            return f"error: {type(error).__name__}: {error}", True
-
-    async def _off_loop(self, function, /, **arguments):
-        """Call a task's own function: a coroutine here, anything else on a thread."""
-        if is_async(function):
-            return await function(**arguments)
-        call = functools.partial(function, **arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._tool_threads, call)
-
     async def generate_one_turn(self, prompt_ids: list[int]) -> Turn:
         """One request to the group's server, with the options' sampling settings and a seed of its own."""
         options, place = self.options, PLACE.get()
-        group = place.flight.group
+        prompt = place.flight.prompt
         place.turns += 1
-        seed = request_seed(options.seed, group.group_id, place.flight.attempt, place.index, place.turns)
-        logprobs = (
-            None if place.flight.prefix else needed_logprobs(options)
-        )  # nothing is trained in an evaluation
+        seed = request_seed(options.seed, prompt.group_id, prompt.attempt, place.index, place.turns)
         request = dict(
             prompt_ids=[int(token) for token in prompt_ids],
             max_tokens=options.max_completion_length,
@@ -302,7 +228,7 @@ class RolloutLoop:
             top_k=options.top_k,
             min_p=options.min_p or 0.0,
             seed=seed,
-            logprobs=logprobs,
+            logprobs=None if place.flight.prefix else needed_logprobs(options),  # evaluations train nothing
             stop_token_ids=sorted(self.eos_ids),
             cache_salt=str(self.link.version.value),  # never the keys and values of older weights
             deadline=place.deadline,
@@ -349,7 +275,7 @@ class RolloutLoop:
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=CLOSE_S)
             self.routing.close()
-            self._tool_threads.shutdown(wait=False, cancel_futures=True)
+            self.caller.threads.shutdown(wait=False, cancel_futures=True)
             self._helpers.shutdown(wait=False, cancel_futures=True)
             if self._ready_to_close:
                 await asyncio.wait_for(self.close(), CLOSE_S)
@@ -367,7 +293,7 @@ class RolloutLoop:
             self._over.set_exception(task.exception())
 
     async def _work(self, position: int, finished: set[int]) -> None:
-        await self._in_thread(self._load)
+        await self._in_thread(self._load, position, finished)
         self._ready_to_close = True
         await self.setup()
         for _ in range(SCORE_QUEUE):
@@ -378,9 +304,9 @@ class RolloutLoop:
         self._spawn(self.routing.watch())
         if self.eval_rows:
             self._spawn(self._evaluate_on_time())
-        await self._start_groups(position, finished)
+        await self._start_groups()
 
-    def _load(self) -> None:
+    def _load(self, position: int, finished: set[int]) -> None:
         """Tokenizer, task and what reward functions need; on a thread, so that the heart beats meanwhile."""
         from transformers import AutoTokenizer  # here: importing it takes seconds
 
@@ -397,36 +323,10 @@ class RolloutLoop:
         self.eval_rows = eval_rows(options.eval_dataset, self.task) if options.eval_dataset else []
         self.renderer = Renderer(self.tokenizer, options.chat_template_kwargs or {}, self.eos_ids)
         self.environments = Environments(self.task.environments)
-        self._check_tools()
-        self._reward_names = source_names(self.task.rewards)
-        self._reward_locks = {name: asyncio.Lock() for name in self._reward_names}
-        self._rewards = ThreadPoolExecutor(max(len(self._reward_names), 1), thread_name_prefix="reward")
-
-    def _check_tools(self) -> None:
-        """Look at the tools that each kind of row will see, and at what the template makes of them."""
-        sets = [self.task.tools]
-        for name in self.task.environments:
-            environment = self.environments.take(name)
-            self.environments.give_back(name, environment)
-            methods = tools_of(environment)
-            if clash := {t.__name__ for t in methods} & {t.__name__ for t in self.task.tools}:
-                raise TypeError(f"two tools are named {clash.pop()}: one of {type(environment).__name__}")
-            if not self.task.rewards and not hasattr(environment, "get_reward"):
-                raise ValueError(
-                    f"nothing scores {type(environment).__name__}: it has no get_reward, and task "
-                    f"{self.task.name} no rewards"
-                )
-            sets.append(self.task.tools + methods)
-        schemas = [self.schema(tool) for tools in sets for tool in tools]
-        if not schemas:
-            return
-        if not self.renderer.reads_calls:
-            raise ValueError(
-                "it is not known how a model with this chat template writes tool calls: none of "
-                f"{[mark for mark, _ in FORMATS]} is in it. Give --chat_template, or override generate_one"
-            )
-        if (warning := probe(self.renderer, schemas)) is not None:
-            print(warning, flush=True)
+        check_tools(self.task, self.environments, self.renderer)
+        self.rewards = Rewards(self.task.rewards, options.on_reward_error, self.record)
+        epochs = math.inf if options.max_steps > 0 else options.num_train_epochs
+        self.prompts = Prompts(self.task.dataset, epochs, position, finished)
 
     async def _in_thread(self, function, *arguments):
         return await asyncio.get_running_loop().run_in_executor(self._helpers, function, *arguments)
@@ -445,7 +345,8 @@ class RolloutLoop:
             self.link.beat.value = now
             if self.link.stop.value and not self._over.done():
                 self._over.set_result(None)
-            self._again.extend(self.link.take_again())
+            if again := self.link.take_again():
+                self.prompts.again.extend(again)
             self.routing.report_changes()
             self._changed.set()
             if now - self._reported_at > REPORT_S:
@@ -454,85 +355,24 @@ class RolloutLoop:
 
     # ---- prompts
 
-    def _prompts(self, position: int, finished: set[int]):
-        """All prompts from `position` on, epoch after epoch in the dataset's order. Runs on a thread."""
-        dataset = self.task.dataset
-        if dataset is None:  # every prompt comes from a reset
-            numbers = (n for n in itertools.count(position) if n not in finished)
-            yield from (Prompt(number, 0, number, {}) for number in numbers)
-            return
-        if not hasattr(dataset, "__len__"):
-            yield from self._streamed_prompts(position, finished)
-            return
-        size = self.dataset_size = len(dataset)
-        for group_id in itertools.count(position):
-            if group_id >= self._end(size):
-                return
-            if group_id not in finished:
-                yield Prompt(group_id, group_id // size, group_id % size, dataset[group_id % size])
-
-    def _streamed_prompts(self, position: int, finished: set[int]):
-        """A stream has no middle to start from: after a resume its first row comes again, numbered on."""
-        if position:
-            print("streaming dataset: sampling restarts from its first prompt", flush=True)
-        group_id = position
-        for epoch in itertools.count():
-            rows = iter(self.task.dataset)
-            row, row_index = next(rows, None), 0
-            while row is not None:
-                following = next(rows, None)
-                if following is None:  # the size is told with the last prompt, not after it
-                    self.dataset_size = row_index + 1
-                while group_id in finished:
-                    group_id += 1
-                if self.dataset_size is not None and group_id >= self._end(self.dataset_size):
-                    return
-                prompt = self._streamed[group_id] = Prompt(group_id, epoch, row_index, row)
-                if len(self._streamed) > STREAMED_ROWS:
-                    self._streamed.popitem(last=False)
-                yield prompt
-                group_id, row, row_index = group_id + 1, following, row_index + 1
-
-    def _end(self, size: int) -> float:
-        return math.inf if self.options.max_steps > 0 else math.ceil(self.options.num_train_epochs * size)
-
-    async def _next_prompt(self, prompts) -> Prompt | None:
-        """A prompt that has to be sampled again, else the next new one, None when there are no more."""
-        if not self._again:
-            return await self._in_thread(next, prompts, None)
-        group_id = self._again.popleft()
-        self._attempts[group_id] += 1
-        if self.task.dataset is None:
-            return Prompt(group_id, 0, group_id, {})
-        if group_id in self._streamed:
-            return self._streamed[group_id]
-        if not hasattr(self.task.dataset, "__len__"):
-            raise RolloutError(
-                f"prompt {group_id} of a streaming dataset is too far back to be sampled again"
-            )
-        size = self.dataset_size
-        row = await self._in_thread(self.task.dataset.__getitem__, group_id % size)
-        return Prompt(group_id, group_id // size, group_id % size, row)
-
     def _admit(self, prompt: Prompt) -> bool:
         """Ask filter_prompt; a refused prompt is through for this epoch."""
         if self.filter_prompt(prompt.row_index, prompt.row, prompt.epoch):
             return True
-        self.send(GroupMessage(prompt.group_id, [], "refused by filter_prompt", self.dataset_size, {}))
-        self._refused[prompt.epoch] += not self._attempts[prompt.group_id]
-        if self._refused[prompt.epoch] == self.dataset_size:
+        self.send(GroupMessage(prompt.group_id, [], "refused by filter_prompt", self.prompts.size, {}))
+        self._refused[prompt.epoch] += prompt.attempt == 0
+        if self._refused[prompt.epoch] == self.prompts.size:
             raise RolloutError(f"filter_prompt refused every prompt of epoch {prompt.epoch}")
         return False
 
     # ---- groups and rollouts
 
-    async def _start_groups(self, position: int, finished: set[int]) -> None:
-        prompts = self._prompts(position, finished)
+    async def _start_groups(self) -> None:
         while True:
-            prompt = await self._next_prompt(prompts)
+            prompt = await self._in_thread(self.prompts.next)
             if prompt is None:
-                self.send(EndMessage(self.dataset_size))
-                await self._until(lambda: self._again, "nothing: every prompt was sampled")
+                self.send(EndMessage(self.prompts.size))
+                await self._until(lambda: self.prompts.again, "nothing: every prompt was sampled")
                 continue
             await self._room_for_a_group()
             if self._admit(prompt):
@@ -561,14 +401,20 @@ class RolloutLoop:
     async def _start_group(self, prompt: Prompt) -> None:
         """Start all rollouts of a prompt, as the servers' and the resource limit allow."""
         check_row(prompt.row, self.task, f"dataset row {prompt.row_index}")
+        self._unfinished += self.options.num_generations
+        await self._launch(prompt, self._run_rollout)
+
+    async def _launch(self, prompt: Prompt, play, prefix: str = "") -> tuple[Flight, list[asyncio.Task]]:
+        """Begin play(flight, index, rollout_id) for all rollouts of a prompt, as slots become free."""
         await self._until(lambda: any(map(self._slot, self.loads)), "a free slot of a server")
-        flight = self._flight(prompt)
-        self._unfinished += flight.left
+        flight, tasks = self._flight(prompt, prefix), []
         for index in range(flight.left):
-            await self._until(lambda: self._slot(self._home(flight)), "a free slot of a server")
-            rollout_id = prompt.group_id * self.options.num_generations + index
-            self._take_slot(flight, rollout_id)
-            self._spawn(self._run_rollout(flight, index, rollout_id))
+            await self._until(lambda: self._slot(self.routing.home(flight)), "a free slot of a server")
+            rollout_id = prompt.group_id * flight.left + index
+            flight.load.running += 1
+            self._running[rollout_id] = time.monotonic()
+            tasks.append(self._spawn(play(flight, index, rollout_id)))
+        return flight, tasks
 
     def _flight(self, prompt: Prompt, prefix: str = "") -> Flight:
         """A group that is about to start, on the server that is least loaded."""
@@ -583,24 +429,10 @@ class RolloutLoop:
             version=self.link.version.value,
         )
         load = self.routing.least_loaded(filter(self._slot, self.loads))
-        attempt = self._attempts[prompt.group_id]
-        return Flight(group, prompt.row, load, attempt, left=count, prefix=prefix, samples=[[]] * count)
+        return Flight(group, prompt, load, left=count, prefix=prefix, samples=[[]] * count)
 
     def _slot(self, load: Load) -> bool:
         return self.routing.free(load) and len(self._running) < self.options.max_concurrent_rollouts
-
-    def _home(self, flight: Flight) -> Load:
-        flight.load = self.routing.home(flight.load)
-        return flight.load
-
-    def _take_slot(self, flight: Flight, rollout_id) -> None:
-        flight.load.running += 1
-        self._running[rollout_id] = time.monotonic()
-
-    async def _run_rollout(self, flight: Flight, index: int, rollout_id: int) -> None:
-        rollout = await self._converse(flight, index, rollout_id)
-        rollout.rollout_id = rollout_id
-        await self._finish_rollout(flight, index, rollout)
 
     async def _converse(self, flight: Flight, index: int, rollout_id) -> Rollout:
         """One rollout, in the slot that was taken for it; an empty one when its time is over."""
@@ -635,13 +467,13 @@ class RolloutLoop:
     async def _play_in_environment(self, flight: Flight, index: int) -> Rollout:
         """A rollout with an instance to itself. One that runs out of time leaves it: a tool may still run."""
         group, where = flight.group, f"dataset row {flight.group.row_index}"
-        name = environment_name(flight.row, self.task.environments, where)
-        environment = await self._off_loop(self.environments.take, name=name)
+        name = environment_name(flight.prompt.row, self.task.environments, where)
+        environment = await self.caller.off_loop(self.environments.take, name=name)
         kind = type(environment).__name__
-        columns = {column: value for column, value in flight.row.items() if column != "environment"}
+        columns = {column: value for column, value in flight.prompt.row.items() if column != "environment"}
         try:
             with self._timed("env/reset_s"):
-                text = await self._off_loop(environment.reset, **columns)
+                text = await self.caller.off_loop(environment.reset, **columns)
         except Exception as error:
             raise RolloutError(f"{kind}.reset failed on {where}: {type(error).__name__}: {error}") from error
         group.prompts[index] = opened(group.prompts[index], text, where)
@@ -654,16 +486,9 @@ class RolloutLoop:
     async def _environment_reward(self, kind: str, environment) -> float:
         try:
             with self._timed("env/reward_s"):
-                return as_reward(await self._off_loop(environment.get_reward))
+                return as_reward(await self.caller.off_loop(environment.get_reward))
         except Exception as error:
-            return self._reward_failed(kind, f"{kind}.get_reward", error)
-
-    def _reward_failed(self, name: str, what: str, error: Exception) -> float:
-        """End the run, or under on_reward_error skip count it and score nothing."""
-        if self.options.on_reward_error == "stop":
-            raise RolloutError(f"{what}: {type(error).__name__}: {error}") from error
-        self.record(f"rewards/{name}/error_count", 1)
-        return math.nan
+            return self.rewards.failed(kind, f"{kind}.get_reward", error)
 
     @contextlib.contextmanager
     def _timed(self, name: str):
@@ -671,8 +496,10 @@ class RolloutLoop:
         yield
         self.record(name, [time.monotonic() - started])
 
-    async def _finish_rollout(self, flight: Flight, index: int, rollout: Rollout) -> None:
-        group = flight.group
+    async def _run_rollout(self, flight: Flight, index: int, rollout_id: int) -> None:
+        """A rollout to train on: played, made into samples, and with the last of its group to be scored."""
+        rollout, group = await self._converse(flight, index, rollout_id), flight.group
+        rollout.rollout_id = rollout_id
         group.rollouts[index] = rollout
         flight.samples[index], drift = samples_of(rollout, group.group_id, group.row_index, group.version)
         tokens = sum(len(s.input_ids) for s in flight.samples[index])
@@ -721,7 +548,7 @@ class RolloutLoop:
     async def _score(self, flight: Flight) -> None:
         """Rewards and advantages of a finished group, then its message."""
         group, count = flight.group, len(flight.group.rollouts)
-        sources = await self._reward_sources(flight)
+        sources = await self.rewards.sources(flight.group, flight.abandoned, flight.earned)
         group.rewards = total_rewards(sources, count)
         advantages = np.asarray(self.compute_advantages(group), dtype=np.float64)
         if advantages.shape != (count,) or not np.isfinite(advantages).all():
@@ -745,47 +572,10 @@ class RolloutLoop:
         if reason is None and not samples:
             reason = "no trained token"
         if reason is not None:  # its tokens are given back: they are neither held nor sent
-            self.send(GroupMessage(group.group_id, [], reason, self.dataset_size, generated))
+            self.send(GroupMessage(group.group_id, [], reason, self.prompts.size, generated))
         else:
             self._sent_tokens += flight.tokens
-            self.send(GroupMessage(group.group_id, samples, None, self.dataset_size, generated))
-
-    async def _reward_sources(self, flight: Flight) -> dict[str, np.ndarray]:
-        """Rewards of every source, float64 [num_generations]; NaN = does not apply, or abandoned."""
-        group = flight.group
-        scored = [i for i in range(len(group.rollouts)) if i not in flight.abandoned]
-        arguments = {name: [values[i] for i in scored] for name, values in group.reward_kwargs.items()} | {
-            "prompts": [group.prompts[i] for i in scored],
-            "completions": [group.rollouts[i].completion for i in scored],
-            "completion_ids": [group.rollouts[i].completion_ids for i in scored],
-        }
-        functions = list(zip(self._reward_names, self.task.rewards, strict=True)) if scored else []
-        answers = await asyncio.gather(
-            *[self._call_reward(n, f, arguments, len(scored)) for n, f in functions]
-        )
-        sources = {}
-        for (name, _), answer in zip(functions, answers, strict=True):
-            sources[name] = np.full(len(group.rollouts), np.nan)
-            sources[name][scored] = answer
-        for index, (kind, reward) in flight.earned.items():
-            sources.setdefault(kind, np.full(len(group.rollouts), np.nan))[index] = reward
-        if any(rollout.reward is not None for rollout in group.rollouts):
-            sources["rollout"] = as_rewards(
-                [rollout.reward for rollout in group.rollouts], len(group.rollouts)
-            )
-        return sources
-
-    async def _call_reward(self, name: str, function, arguments: dict, count: int) -> np.ndarray:
-        """Call a reward function. A sync one runs on a thread, and never twice at once: it may keep state."""
-        call = functools.partial(function, **arguments)
-        try:
-            if is_async(function):
-                return as_rewards(await call(), count)
-            async with self._reward_locks[name]:
-                result = await asyncio.get_running_loop().run_in_executor(self._rewards, call)
-            return as_rewards(result, count)
-        except Exception as error:
-            return np.full(count, self._reward_failed(name, f"reward function {name}", error))
+            self.send(GroupMessage(group.group_id, samples, None, self.prompts.size, generated))
 
     def _record_group(self, flight: Flight, reason: str | None) -> None:
         rewards = flight.group.rewards[~np.isnan(flight.group.rewards)].tolist()
@@ -797,29 +587,16 @@ class RolloutLoop:
 
     async def _log_completions(self, lines: list[dict]) -> None:
         """All to a file in output_dir, and one group of every version to the console."""
-
-        def append():
-            path = Path(self.options.output_dir) / "completions.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
-
         if self._printed_version != self.link.version.value:
             self._printed_version = self.link.version.value
             print_completions(lines[: self.options.num_completions_to_print])
         async with self._log_lock:  # one group after the other
-            await self._in_thread(append)
+            await self._in_thread(append_lines, Path(self.options.output_dir) / "completions.jsonl", lines)
 
     def _record_completions(self, flight: Flight) -> None:
         rollouts = [r for i, r in enumerate(flight.group.rollouts) if i not in flight.abandoned]
-        values = completion_metrics(rollouts, self.eos_ids) if rollouts else {}
-        cut, out_of_time = values.get("completions/clipped_ratio", (0, 0)), len(flight.abandoned)
-        values["completions/clipped_ratio"] = (cut[0] + out_of_time, cut[1] + out_of_time)
-        if self.task.tools or self.task.environments:
-            calls = sum(r.tool_call_count for r in rollouts)
-            failures = sum(r.tool_failure_count for r in rollouts)
-            values["tools/call_frequency"] = (calls, len(rollouts))
-            values["tools/failure_frequency"] = (failures, calls)
+        calls = bool(self.task.tools or self.task.environments)
+        values = completion_metrics(rollouts, self.eos_ids, len(flight.abandoned), calls)
         for name, value in values.items():
             self.metrics.record(flight.prefix + name, value)
 
@@ -852,20 +629,12 @@ class RolloutLoop:
         started = time.monotonic()
         flights = []
         for number, row in enumerate(self.eval_rows):
-            while not any(map(self._slot, self.loads)):
-                await asyncio.sleep(TICK_S)
-            flight, tasks = self._flight(Prompt(-1 - number, 0, number, row), prefix="eval/"), []
-            for index in range(flight.left):
-                while not self._slot(self._home(flight)):
-                    await asyncio.sleep(TICK_S)
-                rollout_id = ("eval", number, index)
-                self._take_slot(flight, rollout_id)
-                tasks.append(self._spawn(self._converse(flight, index, rollout_id)))
-            flights.append((flight, tasks))
+            flights.append(await self._launch(Prompt(-1 - number, 0, number, row), self._converse, "eval/"))
         scores = []
         for flight, tasks in flights:
             flight.group.rollouts = await asyncio.gather(*tasks)
-            scores.append(total_rewards(await self._reward_sources(flight), flight.left))
+            sources = await self.rewards.sources(flight.group, flight.abandoned, flight.earned)
+            scores.append(total_rewards(sources, flight.left))
         for (flight, _), rewards in zip(flights, scores, strict=True):
             scored = rewards[~np.isnan(rewards)]
             self.metrics.record("eval/reward", scored.tolist())
@@ -932,18 +701,3 @@ def check_task(task: Task, loop: type[RolloutLoop], options) -> None:
         raise ValueError(f"task {task.name} has no rewards: nothing would be learnt")
     if options.max_tool_calling_iterations is not None and not task.tools and not task.environments:
         raise ValueError(f"--max_tool_calling_iterations has no effect: task {task.name} has no tools")
-
-
-def model_ids(model: str, source: dict, tokenizer) -> tuple[set[int], int | None]:
-    """Ids that end a turn (tokenizer's and generation config's), and rows of the output head, if known."""
-    from transformers import AutoConfig, GenerationConfig
-
-    eos_ids = {tokenizer.eos_token_id}
-    with contextlib.suppress(OSError):
-        place = {name: value for name, value in source.items() if name != "trust_remote_code"}
-        more = GenerationConfig.from_pretrained(model, **place).eos_token_id
-        eos_ids |= set(more) if isinstance(more, list) else {more}
-    vocabulary = None
-    with contextlib.suppress(OSError, ValueError):
-        vocabulary = AutoConfig.from_pretrained(model, **source).get_text_config().vocab_size
-    return eos_ids - {None}, vocabulary

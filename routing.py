@@ -91,10 +91,11 @@ class Routing:
     def least_loaded(self, loads) -> Load:
         return min(loads, key=lambda load: load.running / load.cap)
 
-    def home(self, load: Load) -> Load:
+    def home(self, flight) -> Load:
         """The server that a group stays on, or the one that takes over; itself while there is none."""
-        others = [] if self.up(load) else self.others(load)
-        return self.least_loaded(others) if others else load
+        if not self.up(flight.load) and (others := self.others(flight.load)):
+            flight.load = self.least_loaded(others)
+        return flight.load
 
     def cap(self) -> int:
         caps = sum(load.cap for load in self.loads if self.up(load))

@@ -5,16 +5,21 @@ Never: turn a missing reward into a zero (tests/test_scoring.py::test_group_scor
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
+import json
 import math
 import numbers
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from conversation import Rollout
+from conversation import Rollout, RolloutError
+from task import source_names
 
 
 @dataclass
@@ -59,6 +64,59 @@ def as_reward(value) -> float:
     return float(value)
 
 
+class Rewards:
+    """A task's reward functions at work. `record(name, value)` takes what is measured."""
+
+    def __init__(self, functions: list, on_error: str, record):
+        self.functions = dict(zip(source_names(functions), functions, strict=True))
+        self.on_error = on_error
+        self.record = record
+        self._locks = {name: asyncio.Lock() for name in self.functions}
+        self._threads = ThreadPoolExecutor(max(len(functions), 1), thread_name_prefix="reward")
+
+    async def sources(self, group: Group, abandoned: set[int], earned: dict) -> dict[str, np.ndarray]:
+        """Rewards of every source, float64 [num_generations]; NaN = does not apply, or abandoned.
+
+        `earned`: rollout -> its environment's class and reward.
+        """
+        count = len(group.rollouts)
+        scored = [i for i in range(count) if i not in abandoned]
+        arguments = {name: [values[i] for i in scored] for name, values in group.reward_kwargs.items()} | {
+            "prompts": [group.prompts[i] for i in scored],
+            "completions": [group.rollouts[i].completion for i in scored],
+            "completion_ids": [group.rollouts[i].completion_ids for i in scored],
+        }
+        names = list(self.functions) if scored else []
+        answers = await asyncio.gather(*[self._call(name, arguments, len(scored)) for name in names])
+        sources = {name: np.full(count, np.nan) for name in names}
+        for name, answer in zip(names, answers, strict=True):
+            sources[name][scored] = answer
+        for index, (kind, reward) in earned.items():
+            sources.setdefault(kind, np.full(count, np.nan))[index] = reward
+        if any(rollout.reward is not None for rollout in group.rollouts):
+            sources["rollout"] = as_rewards([rollout.reward for rollout in group.rollouts], count)
+        return sources
+
+    async def _call(self, name: str, arguments: dict, count: int) -> np.ndarray:
+        """Call a reward function. A sync one runs on a thread, and never twice at once: it may keep state."""
+        call = functools.partial(self.functions[name], **arguments)
+        try:
+            if is_async(call):
+                return as_rewards(await call(), count)
+            async with self._locks[name]:
+                result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            return as_rewards(result, count)
+        except Exception as error:
+            return np.full(count, self.failed(name, f"reward function {name}", error))
+
+    def failed(self, name: str, what: str, error: Exception) -> float:
+        """End the run, or under on_reward_error skip count it and score nothing."""
+        if self.on_error == "stop":
+            raise RolloutError(f"{what}: {type(error).__name__}: {error}") from error
+        self.record(f"rewards/{name}/error_count", 1)
+        return math.nan
+
+
 def total_rewards(sources: dict[str, np.ndarray], count: int) -> np.ndarray:
     """Sum over the sources that scored a rollout; NaN where none did. float64 [count]."""
     values = np.array(list(sources.values())).reshape(-1, count)  # [sources, count]
@@ -80,8 +138,13 @@ def std_of(values: np.ndarray) -> float:
     return float(scored.std()) if len(scored) else math.nan
 
 
-def completion_metrics(rollouts: list[Rollout], eos_ids: set[int]) -> dict:
-    """completions/*: lengths in generated tokens, the share that was cut, the share that is a repetition."""
+def completion_metrics(
+    rollouts: list[Rollout], eos_ids: set[int], out_of_time: int = 0, calls: bool = False
+) -> dict:
+    """completions/*: lengths in generated tokens, the share that was cut, the share that is a repetition.
+
+    Those `out_of_time` are not among `rollouts`, and count as cut; `calls`: tools/* of the rollouts too.
+    """
     lengths = [sum(len(turn.output_ids) for turn in r.turns) for r in rollouts]
     ended = [
         bool(r.turns and len(r.turns[-1].output_ids))
@@ -91,9 +154,12 @@ def completion_metrics(rollouts: list[Rollout], eos_ids: set[int]) -> dict:
     ]
     different = {tuple(tuple(turn.output_ids) for turn in r.turns) for r in rollouts}
     values = {
-        "completions/clipped_ratio": (len(rollouts) - sum(ended), len(rollouts)),
+        "completions/clipped_ratio": (len(rollouts) - sum(ended) + out_of_time, len(rollouts) + out_of_time),
         "completions/duplicate_frac": (len(rollouts) - len(different), len(rollouts)),
     }
+    if calls:
+        made, failed = (sum(r.tool_call_count for r in rollouts), sum(r.tool_failure_count for r in rollouts))
+        values |= {"tools/call_frequency": (made, len(rollouts)), "tools/failure_frequency": (failed, made)}
     terminated = [length for length, end in zip(lengths, ended, strict=True) if end]
     for kind, some in (("length", lengths), ("terminated_length", terminated)):
         if some:
@@ -153,6 +219,12 @@ def completion_lines(group: Group, sources: dict[str, np.ndarray], advantages: n
         }
         for index, rollout in enumerate(group.rollouts)
     ]
+
+
+def append_lines(path: Path, lines: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
 
 
 def optional(reward: float) -> float | None:
