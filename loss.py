@@ -46,7 +46,7 @@ LOG_RATIO_BOUND = 20.0  # |log r| is clamped to this before exp: a broken log-pr
 MASS_TOLERANCE = 1e-4  # how far above 1 a sampler's probability or mass of its top K may lie
 TAIL_FLOOR = 1e-6  # 1 - (a sum close to 1) is noise below this in float32
 TAIL_CEILING = -1e-7  # log of the largest mass of a support beside which a tail bucket is still a number
-IMPOSSIBLE = -1e4  # stands for log 0 where a student's 0 log 0 must stay a number
+IMPOSSIBLE = -1e4  # stands for log 0 where 0 log 0 must stay a number
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -78,10 +78,9 @@ def clipped_surrogate(logp, sampler_logp, advantage, options: Objective):
     stats = importance_ratio(logp, sampler_logp, advantage, options)
     ratio = stats["log_ratio"].exp()  # [m]
     surrogate = torch.minimum(ratio * advantage, ratio.clamp(*options.clip_range()) * advantage)  # [m]
-    loss = torch.where(stats["kept"], -surrogate, 0.0)  # [m]
-    clamped = (logp[:, 0] - sampler_logp[:, 0]).abs() > LOG_RATIO_BOUND  # [m]
-    active = stats["kept"] & ~stats["clipped_low"] & ~stats["clipped_high"] & ~clamped  # [m]
-    return loss, torch.where(active, -ratio * advantage, 0.0)[:, None], stats
+    clamped = stats["log_ratio"].abs() == LOG_RATIO_BOUND  # [m]
+    active = stats["kept"] & ~(stats["clipped_low"] | stats["clipped_high"] | clamped)  # [m]
+    return -surrogate * stats["kept"], (-ratio * advantage * active)[:, None], stats
 
 
 def score_centering(logp, sampler_logp, advantage, options: Objective):
@@ -93,22 +92,22 @@ def score_centering(logp, sampler_logp, advantage, options: Objective):
     plain policy gradient. Only the gradient means anything: the loss has no bound and compares with nothing.
     """
     stats = importance_ratio(logp, sampler_logp, advantage, options)
-    weight = torch.where(stats["kept"], stats["log_ratio"].exp(), 0.0)  # [m]
-    centre = centering_coefficients(logp[:, 1:], sampler_logp[:, 1:], options)  # [m, K]
-    coefficient = -advantage[:, None] * torch.cat([weight[:, None], -centre], dim=1)  # [m, 1 + K]
-    # where, not a product: 0 times the -inf of an impossible token is NaN
-    loss = torch.where(coefficient != 0, coefficient * logp, 0.0).sum(1)  # [m]
+    weight = stats["log_ratio"].exp() * stats["kept"]  # [m]
     stats["sampler_mass"] = sampler_logp[:, 1:].exp().sum(1)  # [m]
-    return loss, coefficient, stats
+    centre = centering_coefficients(
+        logp[:, 1:], sampler_logp[:, 1:], stats["sampler_mass"], options
+    )  # [m, K]
+    coefficient = torch.cat([-weight[:, None], centre], dim=1) * advantage[:, None]  # [m, 1 + K]
+    return (coefficient * logp.clamp(min=IMPOSSIBLE)).sum(1), coefficient, stats
 
 
-def centering_coefficients(logp, sampler_logp, options: Objective) -> torch.Tensor:
+def centering_coefficients(logp, sampler_logp, sampler_mass, options: Objective) -> torch.Tensor:
     """c_v [m, K] in the estimate  sum over v of mu(v) f(r(v)) s(v) = sum over the head of c_v s(v).
 
-    logp, sampler_logp [m, K]: of the sampler's K most likely tokens. With f(r) = r inside the band and 0
-    outside, mu f(r) is pi inside the band. Outside the head mu is modelled as rho * pi, rho = (1 - Q) /
-    (1 - P) with Q and P the head's mass under mu and pi, so that every ratio there is 1 / rho; and the scores
-    of pi sum to zero, so the tail's part is minus the head's:
+    logp, sampler_logp [m, K]: of the sampler's K most likely tokens; sampler_mass [m]: Q, their sum under mu.
+    With f(r) = r inside the band and 0 outside, mu f(r) is pi inside the band. Outside the head mu is taken
+    to be rho pi, rho = (1 - Q) / (1 - P) with P the head's mass under pi, so ratios there are 1 / rho; the
+    scores of pi sum to zero, so the tail's part is minus the head's:
 
         c_v = pi(v) (inside(r(v)) - alpha),    alpha = inside(1 / rho)         "rescaled"
                                                alpha = 0, the tail is left out  "drop"
@@ -116,17 +115,13 @@ def centering_coefficients(logp, sampler_logp, options: Objective) -> torch.Tens
     "drop" pushes probability out of the head even when sampler and trainer agree
     (tests/test_loss.py::test_a_dropped_tail_moves_an_unchanged_policy).
     """
-    valid = sampler_logp > -math.inf  # [m, K]
-    p = torch.where(valid, logp.exp(), 0.0)  # [m, K]
-    log_ratio = torch.where(valid, logp - sampler_logp, 0.0)  # [m, K]
-    inside = options.inside(log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))  # [m, K]
+    p = logp.exp() * (sampler_logp > -math.inf)  # [m, K], 0 in a slot without a token
+    inside = options.inside((logp - sampler_logp).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))  # [m, K]
     if options.score_centering_tail == "drop":
         return p * inside
-    tail_p = 1 - p.sum(1)  # [m]
-    tail_q = 1 - sampler_logp.exp().sum(1)  # [m]
+    tail_p, tail_q = 1 - p.sum(1), 1 - sampler_mass  # [m] each
     inverse_rho = tail_p.clamp(min=TAIL_FLOOR) / tail_q.clamp(min=TAIL_FLOOR)  # [m], 1 where both are empty
-    alpha = options.inside(inverse_rho.log())  # [m]
-    return p * (inside.to(p.dtype) - alpha.to(p.dtype)[:, None])
+    return p * inside - p * options.inside(inverse_rho.log())[:, None]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -235,7 +230,7 @@ class Objective:
         """Whether the ratio lies in [clip_min, clip_max], both ends included; decided in log space."""
         low = math.log(self.clip_min) if self.clip_min else -math.inf
         high = math.inf if self.clip_max is None else math.log(self.clip_max)
-        return (log_ratio >= low) & (log_ratio <= high)
+        return log_ratio.clamp(low, high) == log_ratio
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -354,7 +349,8 @@ def policy_part(row, objective: Objective, temperature: float, vocabulary: int, 
     def score(terms: slice, logp: torch.Tensor):
         """logp [m, J]"""
         loss, k, stats = objective.policy(logp, sampler_logp[terms], advantage[terms], objective)
-        k = torch.nn.functional.pad(k, (0, logp.shape[1] - k.shape[1]))  # [m, J]
+        if missing := logp.shape[1] - k.shape[1]:
+            k = torch.nn.functional.pad(k, (0, missing))  # [m, J]
         return loss, k, {"logp": logp[:, 0], "support_unusable": unusable[terms], **stats}
 
     return Part(ids, support, temperature, score)
