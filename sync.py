@@ -55,9 +55,15 @@ from lora import adapted_layers, is_adapter, merging
 
 BUFFER_BYTES = 256 << 20  # a chunk is closed once it has passed this size
 LAST_WORDS_S = 5.0  # seconds for the server's answer once the stream to it has broken
+LOOK_S = 2.0  # seconds between two looks at the health of a server that is waited for
 RETRY_S = 2.0  # seconds between two looks at a server that was lost
 OLDEST, PACKED_AT_INIT, UNIQUE_ID = (0, 26), (0, 28), (0, 30)  # vLLM's releases since when each is so
-OF_ONE_END = ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA")  # may differ between two machines
+OF_ONE_END = (
+    "NCCL_DEBUG",
+    "NCCL_VERSION",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_IB_HCA",
+)  # may differ between two machines
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what wrappers insert into names
 
 
@@ -352,14 +358,25 @@ class Link:
         return thread
 
     def wait(self, done, what: str) -> None:
-        """Until `done()`. Raises what a thread has run into, and SyncError after `timeout_s`."""
-        notice = Notice()
-        with self.moved:
-            while not done() and self.error is None:
-                self.moved.wait(0.2)
-                notice.say(f"{what} of {self.server.url}")
-                if notice.waited() > self.timeout_s:
-                    raise SyncError(f"{what} took more than {self.timeout_s:.0f} s")
+        """Until `done()`. Raises what a thread has run into, what the server's health tells, and SyncError
+        after `timeout_s`.
+
+        A vLLM whose engine was killed leaves the call without an answer for as long as it is open.
+        """
+        notice, next_look = Notice(), time.monotonic() + LOOK_S
+        while not done() and self.error is None:
+            with self.moved:
+                self.moved.wait_for(lambda: done() or self.error is not None, 0.2)
+            notice.say(f"{what} of {self.server.url}")
+            if notice.waited() > self.timeout_s:
+                raise SyncError(f"{what} took more than {self.timeout_s:.0f} s")
+            if time.monotonic() > next_look:
+                next_look = time.monotonic() + LOOK_S
+                try:
+                    self.server.health()
+                except ServerError as error:
+                    self.call.join(LAST_WORDS_S)
+                    self.error = self.error or error
         if self.error is not None:
             if not isinstance(self.error, ServerError):  # a broken connection tells little:
                 self.call.join(LAST_WORDS_S)  # the call's answer may still be on its way
@@ -544,10 +561,10 @@ class WeightSync:
             return
         link.close()
         link.lost = True
-        text = f"weights to {link.server.url}: {step} failed: {explain(error)}. {ADVICE[step]}"
+        text = f"weights to {link.server.url}: {step} failed: {explain(error)}"
         if self.version is None or not self.in_use() or (not link.labels and alive(link.server)):
-            raise SyncError(text) from error
-        print(f"{text} The run goes on without it, and takes it back once it answers.", flush=True)
+            raise SyncError(f"{text}. {ADVICE[step]}") from error
+        print(f"{text}; the run goes on without it, and takes it back once it answers", flush=True)
         threading.Thread(target=self.take_back, args=(link,), daemon=True).start()
 
     def take_back(self, lost: Link) -> None:

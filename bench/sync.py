@@ -4,7 +4,7 @@
 2. A WeightSync, as the trainer runs it, into a passive receiver: a process that takes the stream into one
    buffer and loads nothing. Beside it a plain broadcast of the same bytes in chunks that lie ready.
 
-Over gloo always (loopback; from a GPU through host memory), over NCCL from GPU 0 to GPU 1 where there are two.
+Over gloo always (loopback; from a GPU through host memory), over NCCL from GPU 0 to GPU 1 where there is one.
 Shapes: tiny (this project's), 0.6b and 8b (Qwen3's; 8b has 33 GB of float32 weights). Medians.
 """
 

@@ -322,6 +322,30 @@ def test_a_server_that_dies_and_comes_back_is_never_used_quietly(start):
     words_in(run.text(), "weights that this run has not sent", "restarted", "Resume the run")
 
 
+def test_a_run_goes_on_without_a_server_that_dies_and_takes_it_back(start):
+    ports = free_port(), free_port()
+    (one, url), (two, other) = serve_at(ports[0]), serve_at(ports[1])
+    task, urls = ("--task", "tests/fault_tasks.py:steady"), ("--vllm_server_base_url", url, other)
+    run = start(*task, *urls, "--vllm_server_timeout", "60", "--num_train_epochs", "10000")
+    try:
+        run.until_step(2)
+        two.kill()
+        two.wait()
+        run.until(lambda: "the run goes on without it" in run.text())
+        run.until_step(len(records(run.output_dir)) + 2)
+        two, _ = serve_at(ports[1])
+        run.until(lambda: f"{other} is up again, with the current weights" in run.text())
+        assert int(Server(other).weight_version()) > 2
+        run.process.terminate()
+        assert run.end(PROMPTLY_S) != 0
+    finally:
+        for process in (one, two):
+            process.kill()
+            process.wait()
+    words_in(run.text(), f"{other} is back, and gets the next update")
+    ledger(run.text())
+
+
 def test_a_server_found_paused_gets_all_weights_and_the_run_ends_with_a_full_queue(start, server, tmp_path):
     """Another path of the same model alone is a notice; a queue that nobody empties holds up no exit."""
     shutil.copytree(ROOT / "tiny", tmp_path / "copy")

@@ -450,6 +450,21 @@ def test_the_servers_words_are_preferred_to_those_of_a_broken_stream(monkeypatch
         update(link, toy())
 
 
+def test_a_server_that_dies_without_an_answer_is_noticed_by_its_health(monkeypatch):
+    """A vLLM whose engine was killed: the call stays open, new connections are refused."""
+    monkeypatch.setattr(sync, "LOOK_S", 0.1)
+    monkeypatch.setattr(sync, "LAST_WORDS_S", 0.1)
+    server = StandIn()
+    link = connected(server)
+    server.loads_slowly.clear()
+    threading.Timer(0.3, lambda: setattr(server, "dead", True)).start()
+    started = time.monotonic()
+    with pytest.raises(SyncError, match="the update failed: connection refused"):
+        update(link, toy())
+    assert time.monotonic() - started < 5
+    server.loads_slowly.set()
+
+
 def test_an_update_that_a_dead_trainer_left_open_is_filled():
     server = StandIn(start_update=ServerError("a weight update is already active. Call finish first", 500))
     model, link = toy(), connected(server)

@@ -124,7 +124,11 @@ def main() -> None:
         return {"max": round(float(apart.max()), 6), "mean": round(float(apart.mean()), 6)}
 
     add_noise(model, options.noise)
-    result = {"vllm": server.version(), "dtype": served["dtype"], "before": compare("0"), "updates": []}
+    result = {"vllm": server.version(), "dtype": served["dtype"], "updates": []}
+    if server.is_paused():
+        one_update(sync, model, 0)  # before that it would answer nothing
+        add_noise(model, options.noise)
+    result["before"] = compare("0")
     for version in range(1, options.syncs + 1):
         flying = Requests(server, vocabulary, options.tokens, f"{version}f", version)
         old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
