@@ -89,16 +89,17 @@ def index(row, backend: str = "auto") -> dict:
     `backend` is one of BACKENDS, which refuses what it cannot do, or "auto": for every layer the fastest one
     that can. ValueError if it is unknown.
     """
-    return {"tree": _index(row.subtree_end, row.position_ids, backend)}
+    longest = getattr(row, "max_depth", 0)
+    return {"tree": _index(row.subtree_end, row.position_ids, backend, longest)}
 
 
-def _index(subtree_end: torch.Tensor, position_ids: torch.Tensor, backend: str = "auto") -> Index:
+def _index(subtree_end, position_ids: torch.Tensor, backend: str = "auto", longest: int = 0) -> Index:
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(
             f"attention backend {backend!r} is unknown: choose auto or one of {', '.join(BACKENDS)}"
         )
     recurrence = delta.Plan(subtree_end, position_ids, plain=backend == "reference")
-    plan = reference.plan(subtree_end, position_ids)
+    plan = reference.plan(subtree_end, position_ids, longest)
     if backend == "auto":
         return Index(len(subtree_end), plan, _attend_fastest, recurrence, _gradients_fastest)
     module = _module(backend)

@@ -61,11 +61,14 @@ class Plan:
     meetings: dict = field(default_factory=dict)  # of the kernels: see tree.py and flash.py
 
 
-def plan(subtree_end: torch.Tensor, depth: torch.Tensor) -> Plan:
-    """The row's plan from `subtree_end` [N] int32 and `depth` [N] int64 (position in the sample)."""
+def plan(subtree_end: torch.Tensor, depth: torch.Tensor, longest: int = 0) -> Plan:
+    """The row's plan from `subtree_end` [N] int32 and `depth` [N] int64 (position in the sample).
+
+    `longest`: tokens of the longest path; 0 = read from the device, which the host then waits for.
+    """
     # Copies, so that they begin where TMA can read them.
     own = [tensor.to(torch.int32, copy=True).contiguous() for tensor in (subtree_end, depth)]  # [N] each
-    return Plan(*own, longest=int(depth.max()) + 1)
+    return Plan(*own, longest=longest or int(depth.max()) + 1)
 
 
 def attend(query, key, value, plan: Plan, scale, window=None, softcap=None, sinks=None, with_lse=False):

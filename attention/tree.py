@@ -44,6 +44,7 @@ LARGEST_HEAD = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOG2E = 1.4426950408889634
 FOLD_TILE = 128  # rows; every other tile divides it
+UNCOUNTED = 2**24  # (tile, block) pairs: rows of up to 370k tokens with two query heads for a K/V head
 PROCESSORS = 132  # of an H100 or H200; others are near enough for the order of work
 HOPPER = True  # use hopper.py where it fits
 
@@ -56,7 +57,7 @@ class Meetings:
     # head (its fold or K/V head), begin, middle, stop (other[begin:middle] masked, other[middle:stop] not),
     # and other[begin].
     work: torch.Tensor  # [programs, 8] int32
-    other: torch.Tensor  # [P + 1] int32, increasing within each part; one more than is used
+    other: torch.Tensor  # [P + 1 or more] int32, increasing within each part; at least one more than is used
 
 
 def attend(query, key, value, plan, scale, window=None, softcap=None, sinks=None, with_lse=False):
@@ -104,7 +105,8 @@ def meetings(plan, owner, heads, tile, block, repeat, window) -> Meetings:
     """What each `owner` ("tile" of `tile` rows, "block" of `block` keys) meets, in the order of their start.
 
     `heads` is how often every owner runs, `repeat` the rows of a token, `window` in positions or None. Made
-    on the device of the plan in O(N + P) memory, once for all layers that ask the same; the host waits for P.
+    on the device of the plan in O(N + P) memory, once for all layers that ask the same. The host waits for P
+    only in rows so long that room for every pair would be more than `UNCOUNTED`.
     """
     name = (owner, heads, tile, block, repeat, window)
     if name not in plan.meetings:
@@ -125,7 +127,8 @@ def _find_meetings(plan, owner, heads, tile, block, repeat, window) -> Meetings:
     constants.update(BY_TILE=owner == "tile")
     _meet[(owners,)](*known[2:], counts, places, counts, counts, owners, heads, FILL=False, **constants)
     _place[(owners,)](counts, places, owners, 2 * PROCESSORS)
-    other = integers(int(places[3, 0]) + 1)  # [P + 1]
+    pairs = tiles * blocks
+    other = integers((pairs if pairs <= UNCOUNTED else int(places[3, 0])) + 1)  # [P + 1] or more
     work = integers(heads * owners, 8)
     _meet[(owners,)](*known[2:], counts, places, other, work, owners, heads, FILL=True, **constants)
     return Meetings(work, other)

@@ -699,6 +699,14 @@ def test_the_operator_refuses_a_row_that_is_not_its_indexs():
         attention.attend_opaquely(q, q, q, None, index.number, 1.0, None, None)
 
 
+def test_the_length_of_the_longest_path_comes_with_the_row(monkeypatch):
+    """A row says it, so that the host need not wait for the device; it is what the depths say."""
+    row = pack([make_sample(ids) for ids in random_samples(0)]).to("cpu")
+    assert attention.index(row)["tree"].plan.longest == int(row.position_ids.max()) + 1
+    monkeypatch.setattr(torch.Tensor, "max", None)
+    attention.index(row)
+
+
 def test_an_index_reaches_sharded_layers_itself():
     """FSDP rebuilds the dataclasses among a layer's arguments; the plan of a copy starts from nothing."""
     row = pack([make_sample(ids) for ids in random_samples(0)]).to("cpu")
