@@ -43,6 +43,7 @@ class Options:
     bf16: bool = option(
         True, "forward and backward in bfloat16 (master weights stay float32); false = float32"
     )
+    fp16: bool = option(False, "forward and backward in float16, the loss scaled, in place of bf16")
     trust_remote_code: bool = option(False, "run modelling code that comes with the model")
     task: str = option("", "the task module: a path (tasks/sort.py), or module:function that returns one")
     task_kwargs: dict | str | None = option(None, "JSON object handed to the task's dataset()")
@@ -161,6 +162,9 @@ class Options:
     max_steps: int = option(-1, "optimizer steps; when set it replaces num_train_epochs")
     weight_sync_steps: int = option(1, "optimizer steps between two weight updates of the servers")
     seed: int = option(42, "seed of sampling and of the trainer")
+    shard_size: int | None = option(
+        None, "ranks that share one copy of the weights (none = all; a node's ranks, say, over several nodes)"
+    )
     ddp_timeout: int = option(1800, "seconds before a collective of the ranks gives up")
 
     # Logging and saving
@@ -189,7 +193,7 @@ class Options:
 
     @property
     def compute_dtype(self) -> str:
-        return "bfloat16" if self.bf16 else "float32"
+        return "float16" if self.fp16 else "bfloat16" if self.bf16 else "float32"
 
 
 def parse_object(name: str, value) -> dict:
@@ -245,6 +249,7 @@ RANGES = [
     ("num_train_epochs", lambda v: v > 0, "above 0"),
     ("max_steps", lambda v: v == -1 or v >= 1, "at least 1, or -1 for num_train_epochs"),
     ("weight_sync_steps", lambda v: v >= 1, "at least 1"),
+    ("shard_size", lambda v: v is None or v >= 1, "at least 1, or none"),
     ("ddp_timeout", lambda v: v > 0, "above 0 seconds"),
     ("logging_steps", lambda v: v >= 1, "at least 1"),
     ("save_steps", lambda v: v >= 0, "0 (only at the end) or more"),

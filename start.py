@@ -4,7 +4,7 @@
     join_ranks       torch.distributed, and how a signal ends a run
     start_embedded   serve.py beside the trainers
     reach_servers    wait for them, and see whether they fit the options
-    load_model       float32 weights, sharded by FSDP2, computing in bf16 or float32
+    load_model       float32 weights, sharded by FSDP2, computing in bf16, float16 or float32
 
 Never: let a run begin that cannot end well. What is wrong is one line that names the option and what to do.
 """
@@ -207,7 +207,7 @@ def obituary(process: Popen) -> str:
 
 
 def load_model(options: Options, ranks: Ranks):
-    """The model in float32, sharded over the ranks, computing in bf16 or float32; and its tokenizer.
+    """The model in float32, sharded over the ranks, computing in bf16, float16 or float32; its tokenizer.
 
     What lies outside the language model (a vision tower, a projector) is loaded and kept as it is.
     """
@@ -305,8 +305,16 @@ def checkpoint_layers(model, count: int) -> None:
 
 
 def shard(model, options: Options, ranks: Ranks) -> None:
-    """FSDP2, a unit per layer and one for the rest of the backbone. Gradients are summed, not averaged."""
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    """FSDP2, a unit per layer and one for the rest of the backbone. Gradients are summed, not averaged.
+
+    With --shard_size weights are split over that many ranks, and each group of them holds a copy (hybrid
+    sharding): a gather then stays inside a group, a node say, and only gradients travel between groups.
+    """
+    size = options.shard_size or ranks.size
+    if ranks.size % size:
+        raise OptionError(f"--shard_size {size}: {ranks.size} ranks are no multiple of it")
+    shape = (ranks.size,) if size == ranks.size else (ranks.size // size, size)
+    mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("copies", "shard")[-len(shape) :])
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, options.compute_dtype), reduce_dtype=torch.float32
     )

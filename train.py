@@ -126,7 +126,7 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
         ranks.leaving.in_loop = True
         step_started = time.perf_counter()
         objective = make_objective(options)
-        nonfinite_in_a_row = 0
+        nonfinite_in_a_row, scale = 0, LossScale(options.compute_dtype)
         batch = WAITING
         while options.max_steps < 0 or step < options.max_steps:
             trained_tokens = microbatches = 0
@@ -142,7 +142,7 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
                     feed.begin()
                 row, tokens = batch.row, batch.trained_tokens
                 with watch("perf/fwd_bwd_s", on_device=True):
-                    total, stats = forward_backward(model, row, tokens, objective, options)
+                    total, stats = forward_backward(model, row, tokens, objective, options, scale.value)
                 closes = number == options.gradient_accumulation_steps - 1
                 updates = closes and (step + 1) % options.weight_sync_steps == 0
                 batch = WAITING
@@ -157,7 +157,9 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
             rate = scheduler.get_last_lr()[0]
             divisor = step_divisor(options.loss_normalization, trained_tokens, microbatches)
             with watch("perf/optimizer_s", on_device=True):
+                divisor *= scale.value
                 grad_norm = optimizer_step(model, optimizer, scheduler, divisor, options.max_grad_norm)
+            scale.update(math.isfinite(grad_norm))
             nonfinite_in_a_row = 0 if math.isfinite(grad_norm) else nonfinite_in_a_row + 1
             step += 1
             if nonfinite_in_a_row == 3:
@@ -236,7 +238,28 @@ def upload(row: Row, device: torch.device) -> Row:
     return row
 
 
-def forward_backward(model, row: Row, trained_tokens: int, objective: Objective, options: Options):
+class LossScale:
+    """Keeps float16 gradients inside its range (Micikevicius et al. 2018); 1 for other dtypes.
+
+    A loss here is a sum over tokens: 1 is what ten thousand is for a mean, so it starts there. A gradient
+    that is not finite costs its step, and a factor of 16; a hundred good steps give 2 back.
+    """
+
+    def __init__(self, dtype: str):
+        self.moves = dtype == "float16"
+        self.value, self.good = 1.0, 0
+
+    def update(self, finite: bool) -> None:
+        self.good = self.good + 1 if finite else 0
+        if self.moves and not finite:
+            self.value /= 16
+        elif self.moves and self.good % 100 == 0:
+            self.value = min(2 * self.value, 2.0**16)
+
+
+def forward_backward(
+    model, row: Row, trained_tokens: int, objective: Objective, options: Options, scale: float = 1.0
+):
     """Forward a row, sum the loss over its terms, backward. Returns the sum and statistics per term [M].
 
     These are gradients of plain sums, added up over ranks and micro-batches and divided once per step, so
@@ -254,7 +277,7 @@ def forward_backward(model, row: Row, trained_tokens: int, objective: Objective,
             output.router_logits, model.config.get_text_config().num_experts_per_tok
         )
         total = total + balance * row.terms * stats["aux_loss"]
-    (total * microbatch_weight(options.loss_normalization, trained_tokens)).backward()
+    (total * (scale * microbatch_weight(options.loss_normalization, trained_tokens))).backward()
     return value, stats
 
 
@@ -272,7 +295,8 @@ def gathered_head(model) -> Head:
     """The output head, its float32 weight gathered once per micro-batch; gradients are summed back."""
 
     def whole(parameter):
-        return None if parameter is None else parameter.full_tensor(grad_placements=[Partial()])
+        if parameter is not None:
+            return parameter.full_tensor(grad_placements=[Partial()] * parameter.device_mesh.ndim)
 
     linear = model.get_output_embeddings()
     return head_of(model, whole(linear.weight), whole(linear.bias))

@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import attention
+import start
 import train
 from head import head_of
 from loss import router_coefficient
-from options import Options
+from options import OptionError, Options
 from packing import Sample, pack
 from start import make_optimizer
 
@@ -194,54 +195,132 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 # ---- three steps, on other numbers of ranks, and with a stop in between
 
 
+def command_of(directory: Path, ranks: int, steps: int, *arguments: str, launcher=()) -> list[str]:
+    if ranks > 1 and not launcher:
+        launcher = ["--nproc-per-node", str(ranks)]
+    options = ["--output_dir", str(directory), "--max_steps", str(steps), "--learning_rate", "1e-3"]
+    torchrun = ["-m", "torch.distributed.run", *launcher] if launcher else []
+    script = [str(ROOT / "tests/steps.py"), *options, "--weight_decay", "0.1", *arguments]
+    return [sys.executable, *torchrun, *script]
+
+
+def together(*commands: list[str], **environment: str) -> None:
+    """Run commands side by side to their end."""
+    settings = dict(cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    running = [subprocess.Popen(command, env=environment, **settings) for command in commands]
+    try:
+        for process in running:
+            text, _ = process.communicate(timeout=120)
+            assert process.returncode == 0, text
+    finally:
+        for process in running:
+            process.kill()
+
+
+def ended(directory: Path, steps: int = 3):
+    """The records and the final weights of a run."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], load_file(
+        directory / f"checkpoint-{steps}/model.safetensors"
+    )
+
+
 @pytest.fixture(scope="module")
 def three_steps(tmp_path_factory):
-    """name -> (records, final weights): of 1 rank, of 2, and of 2 that were resumed on 3 and on 1."""
+    """name -> what it ended with: of 1 rank, of 2, and of 2 that were resumed on 3 and on 1."""
     directory = tmp_path_factory.mktemp("steps")
-
-    def run(name: str, ranks: int, steps: int, *arguments: str):
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-        options = [
-            "--output_dir",
-            str(directory / name),
-            "--max_steps",
-            str(steps),
-            "--learning_rate",
-            "1e-3",
-        ]
-        options += ["--weight_decay", "0.1", *arguments]
-        done = subprocess.run(
-            [sys.executable, *launcher, str(ROOT / "tests/steps.py"), *options],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        lines = (directory / name / "metrics.jsonl").read_text().splitlines()
-        weights = load_file(directory / name / f"checkpoint-{steps}/model.safetensors")
-        return [json.loads(line) for line in lines], weights
-
-    found = {"one rank": run("one", 1, 3), "two ranks": run("two", 2, 3, "--save_steps", "2")}
+    together(command_of(directory / "one rank", 1, 3))
+    together(command_of(directory / "two ranks", 2, 3, "--save_steps", "2"))
     for ranks, name in ((3, "resumed on three"), (1, "resumed on one")):
-        shutil.copytree(directory / "two", directory / name, ignore=shutil.ignore_patterns("checkpoint-3"))
-        found[name] = run(name, ranks, 3, "--resume_from_checkpoint", "true")
-    return found
+        unfinished = shutil.ignore_patterns("checkpoint-3")
+        shutil.copytree(directory / "two ranks", directory / name, ignore=unfinished)
+        together(command_of(directory / name, ranks, 3, "--resume_from_checkpoint", "true"))
+    return directory
 
 
-@pytest.mark.parametrize("name", ["two ranks", "resumed on three", "resumed on one"])
-def test_three_steps_end_alike_on_any_number_of_ranks(three_steps, name):
+def assert_ended_alike(expected: Path, found: Path) -> None:
     """Loss, gradient norm and every weight, to the rounding of float32."""
-    (expected, weights), (found, others) = three_steps["one rank"], three_steps[name]
-    assert [r["step"] for r in found] == [1, 2, 3]
-    for a, b in zip(expected, found, strict=True):
+    (before, weights), (after, others) = ended(expected), ended(found)
+    assert [r["step"] for r in after] == [1, 2, 3]
+    for a, b in zip(before, after, strict=True):
+        assert a["loss"] != 0 and a["grad_norm"] > 0
         for metric in ("loss", "grad_norm", "entropy", "batch/trained_tokens_per_step", "learning_rate"):
             assert b[metric] == pytest.approx(a[metric], rel=1e-4, abs=1e-6), metric
     start = load_file(ROOT / "tiny/model.safetensors")
     for key, weight in weights.items():
         moved = (weight - start[key].float()).norm()
         assert moved > 0 and (others[key] - weight).norm() < 1e-3 * moved, key
+
+
+@pytest.mark.parametrize("name", ["two ranks", "resumed on three", "resumed on one"])
+def test_three_steps_end_alike_on_any_number_of_ranks(three_steps, name):
+    assert_ended_alike(three_steps / "one rank", three_steps / name)
+
+
+def namespaces() -> str | None:
+    """Two network namespaces with a wire between them, 10.77.0.1 and .2; None where they cannot be made."""
+    if shutil.which("ip") is None:
+        return None
+    script = """
+        ip netns add nodeA && ip netns add nodeB &&
+        ip link add wireA netns nodeA type veth peer name wireB netns nodeB &&
+        for n in A B; do ip -n node$n link set lo up; ip -n node$n link set wire$n up; done &&
+        ip -n nodeA addr add 10.77.0.1/24 dev wireA && ip -n nodeB addr add 10.77.0.2/24 dev wireB
+    """
+    made = subprocess.run(["sh", "-c", script], capture_output=True)
+    return "made" if made.returncode == 0 else None
+
+
+@pytest.fixture
+def nodes():
+    made = namespaces()
+    yield made
+    for node in ("nodeA", "nodeB"):
+        subprocess.run(["ip", "netns", "del", node], capture_output=True)
+
+
+def test_two_nodes_with_a_copy_of_the_weights_each_end_like_one_rank(three_steps, nodes):
+    """Each launches two ranks, in a network of its own; weights are sharded inside a node."""
+    if nodes is None:
+        pytest.skip("network namespaces cannot be made here")
+    commands = []
+    for rank, node in enumerate("AB"):
+        place = ["--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "2"]
+        place += ["--master-addr", "10.77.0.1", "--master-port", "29511"]
+        inside = ["ip", "netns", "exec", f"node{node}", "env", f"GLOO_SOCKET_IFNAME=wire{node}"]
+        run = command_of(three_steps / "two nodes", 4, 3, "--shard_size", "2", launcher=place)
+        commands.append(inside + run)
+    together(*commands)
+    assert_ended_alike(three_steps / "one rank", three_steps / "two nodes")
+
+
+def test_copies_of_the_weights_on_one_node_end_like_one_rank(three_steps):
+    together(command_of(three_steps / "copies", 4, 3, "--shard_size", "2"))
+    assert_ended_alike(three_steps / "one rank", three_steps / "copies")
+
+
+def test_ranks_that_are_no_multiple_of_the_shards_are_refused():
+    ranks = start.Ranks(0, 3, torch.device("cpu"), None, None)
+    with pytest.raises(OptionError, match="--shard_size 2: 3 ranks are no multiple"):
+        start.shard(None, Options(model="m", shard_size=2), ranks)
+
+
+def test_float16_follows_float32(three_steps):
+    together(command_of(three_steps / "half", 1, 3, "--fp16", "true"))
+    for a, b in zip(ended(three_steps / "one rank")[0], ended(three_steps / "half")[0], strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-2) and b["loss"] != a["loss"]
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-2) and b["nonfinite_grad_count"] == 0
+
+
+def test_the_loss_scale_follows_overflows_and_is_1_where_there_can_be_none():
+    scale, still = train.LossScale("float16"), train.LossScale("bfloat16")
+    scale.update(False)
+    still.update(False)
+    assert (scale.value, still.value) == (1 / 16, 1.0)
+    for _ in range(200):
+        scale.update(True)
+    assert scale.value == 4 / 16
 
 
 def test_only_matrices_decay():
