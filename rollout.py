@@ -407,10 +407,10 @@ class RolloutLoop:
     async def _launch(self, prompt: Prompt, play, prefix: str = "") -> tuple[Flight, list[asyncio.Task]]:
         """Begin play(flight, index, rollout_id) for all rollouts of a prompt, as slots become free."""
         await self._until(lambda: any(map(self._slot, self.loads)), "a free slot of a server")
-        flight, tasks = self._flight(prompt, prefix), []
-        for index in range(flight.left):
+        flight, tasks, count = self._flight(prompt, prefix), [], self.options.num_generations
+        for index in range(count):
             await self._until(lambda: self._slot(self.routing.home(flight)), "a free slot of a server")
-            rollout_id = prompt.group_id * flight.left + index
+            rollout_id = prompt.group_id * count + index
             flight.load.running += 1
             self._running[rollout_id] = time.monotonic()
             tasks.append(self._spawn(play(flight, index, rollout_id)))

@@ -44,6 +44,13 @@ def test_no_more_rollouts_than_servers_and_resources_allow(model):
             assert max(seen) == most
 
 
+def test_rollouts_keep_their_numbers_where_some_end_before_others_begin(model):
+    with FakeServer() as fake, Run(options_for(model, fake, max_concurrent_rollouts=2)) as run:
+        samples = [s for g in run.groups(4) for s in g.samples]
+    assert sorted(s.rollout_id for s in samples) == list(range(16))
+    assert all(s.rollout_id // 4 == s.group_id for s in samples)
+
+
 def test_server_without_metrics_gets_the_resource_limit(model):
     with FakeServer() as fake:
         fake.replies["/metrics"] = (404, {"detail": "Not Found"})
