@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import rollout_tasks
 from cases import case, reduced
-from fake_server import EOS, VOCABULARY, FakeServer
+from fake_server import EOS, VOCABULARY, FakeServer, choice_of
 from rollout_run import Run, calling, options_for, replies, tool_options
 
 import rollout
@@ -135,11 +135,11 @@ def test_prompt_that_was_too_old_is_sampled_again_with_other_seeds(model):
 
 def test_failing_requests_are_retried_and_counted(model):
     with FakeServer() as fake:
-        fake.script = ["500", "reset"]
+        fake.script = ["500", "reset", "503", "truncated", "cut"]
         with Run(options_for(model, fake)) as run:
             assert all(len(g.samples) == 4 for g in run.groups(4))
             asyncio.run_coroutine_threadsafe(run.loop.routing.look(), run.event_loop).result(5)
-            assert run.metrics()["rollout/vllm_retry_count"] == 2
+            assert run.metrics()["rollout/vllm_retry_count"] == 5
 
 
 def test_refused_request_stops_the_run_with_the_servers_text(model):
@@ -151,6 +151,15 @@ def test_refused_request_stops_the_run_with_the_servers_text(model):
             pytest.raises(RolloutError, match=f"dataset row 0 .*{text}"),
         ):
             run.groups(4)
+
+
+def test_answer_with_a_wrong_number_of_tokens_stops_the_run(model):
+    with FakeServer() as fake:
+        fake.script = [(200, {"choices": [choice_of([9, EOS], [{9: -0.5}, {EOS: -0.5}], "stop")]})]
+        fake.script[0][1]["choices"][0]["token_ids"].append(EOS)
+        options = options_for(model, fake, score_centering=False)
+        with Run(options) as run, pytest.raises(RolloutError, match="row 0 .* 3 token ids but 2 log-prob"):
+            run.groups(1)
 
 
 def test_token_that_the_model_has_no_row_for_stops_the_run(model):
