@@ -300,8 +300,9 @@ def _name(module: torch.nn.Module) -> str:
 def check(model: torch.nn.Module, backend: str = "auto") -> None:
     """Raises ValueError, naming the model type, unless the model computes on a tree what it does on paths.
 
-    Four forwards of at most 16 tokens, in the caller's mode and autocast; all ranks of a sharded model must
-    call it. Such rows are too short to show a lost window, so windows are checked by what layers ask for.
+    Call it after `register` and before the first row. Four forwards of at most 16 tokens, in the caller's
+    mode and autocast; all ranks of a sharded model must call it. Such rows are too short to show a lost
+    window, so windows are checked by what layers ask for.
 
         0 1 2 3 ── 4 5 6 7              when these tokens change, no prediction outside [4, 8) may move
                 └─ 8 9 10 11            must equal 0 1 2 3 8 9 10 11 alone
@@ -316,6 +317,7 @@ def check(model: torch.nn.Module, backend: str = "auto") -> None:
     depth = [0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7, 0, 1, 2, 3]
     subtree_end = [12] * 4 + [8] * 4 + [12] * 4 + [16] * 4
     branch, other = [0, 1, 2, 3, 8, 9, 10, 11], [12, 13, 14, 15]
+    AttentionMaskInterface.register("tree", no_mask)
     calls = []  # (window, dtype) of each attention call of the first forward
     try:
         row = _hidden(model, backend, ids, depth, subtree_end, calls)  # [16, E]
@@ -340,6 +342,9 @@ def check(model: torch.nn.Module, backend: str = "auto") -> None:
         raise ValueError(
             f"{refusal}a row differs from its samples alone by {error:.1e}; are position_ids used?"
         )
+    # No mask function, no mask: transformers would wait for the device in every forward, to see whether
+    # position_ids start anew somewhere, before it called ours.
+    AttentionMaskInterface._global_mapping.pop("tree", None)
 
 
 def _hidden(model, backend, ids, depth, subtree_end, calls=None) -> torch.Tensor:

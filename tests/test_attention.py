@@ -707,6 +707,18 @@ def test_the_length_of_the_longest_path_comes_with_the_row(monkeypatch):
     attention.index(row)
 
 
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma2"])
+def test_nobody_looks_for_packed_samples_in_a_checked_model(family, monkeypatch):
+    """transformers does in every forward, and the host waits for what it finds."""
+    model = tiny_model(family)
+    attention.check(model)
+    monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", None)
+    row = pack([make_sample(ids) for ids in random_samples(0)]).to("cpu")
+    model(input_ids=row.input_ids[None], position_ids=row.position_ids[None], **attention.index(row))
+    monkeypatch.undo()
+    attention.register()
+
+
 def test_an_index_reaches_sharded_layers_itself():
     """FSDP rebuilds the dataclasses among a layer's arguments; the plan of a copy starts from nothing."""
     row = pack([make_sample(ids) for ids in random_samples(0)]).to("cpu")
