@@ -24,6 +24,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
+
 from checkpoint import Progress
 from client import Notice
 from conversation import RolloutError
@@ -59,6 +61,7 @@ class Feed:
             progress.position, progress.beyond
         )  # trained or dropped, the open step included
         self.max_staleness = options.max_staleness
+        self.max_steps = options.max_steps
         self.epochs = options.num_train_epochs if options.max_steps < 0 else math.inf
         self.dataset_size: int | None = None
         self.version = 0  # of the weights that the next micro-batch is trained at
@@ -262,6 +265,9 @@ class Feed:
         self.planned = None
         self.use(plan)
         self.measure_rows(rows)
+        with self.rollouts.queue.mutex:
+            waiting = [m for m in self.rollouts.queue.queue if isinstance(m, GroupMessage)]
+        self.window.add("rollout/queue_size", sum(len(message.samples) for message in waiting))
 
     def use(self, plan: list[list[Sample]]) -> None:
         """Count a micro-batch that is about to be trained."""
@@ -298,6 +304,8 @@ class Feed:
         self.open_forwarded += sum(unique)
         self.open_cost += sum(costs)
         window = self.window
+        silent = sum(row.unique_tokens - len(np.unique(row.position)) for row in rows)  # in no loss term
+        window.add("batch/masked_token_frac", (silent, sum(unique)))
         window.add("batch/samples_per_row", [row.sample_count for row in rows])
         window.add("batch/row_tokens_mean", unique)
         window.add("batch/row_tokens_max", unique)
@@ -343,6 +351,10 @@ class Feed:
     def take_window(self) -> Window:
         window, self.window = self.window, Window()
         return window
+
+    def share_done(self, step: int) -> float:
+        """How much of the run is done, 0 to 1; NaN before the number of prompts is known."""
+        return step / self.max_steps if self.max_steps > 0 else self.epoch / self.epochs
 
     @property
     def epoch(self) -> float:

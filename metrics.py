@@ -20,9 +20,11 @@ import math
 import os
 import re
 import shutil
+import statistics
 import sys
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -193,46 +195,98 @@ def peak_flops(device_name: str) -> float:
     return next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), math.nan)
 
 
-def diagnose(record: dict, max_concurrent: int) -> str:
-    """One line on which side is the bottleneck and what the rewards say, from a window's record."""
+def value(record: dict, name: str) -> float:
+    found = record.get(name)
+    return math.nan if found is None else found
 
-    def get(name):
-        value = record.get(name)
-        return 0.0 if value is None or math.isnan(value) else value
 
-    step = max(get("perf/step_s"), 1e-9)
-    waiting = get("perf/rollout_wait_s") / step
-    held = min(get("rollout/backpressure_s") / step, 1.0)  # a hold counts in the step it ends in
+def change(records: list[dict], name: str) -> float:
+    """The mean over the later half of the windows less that over the earlier half; NaN when there are few."""
+    found = [v for v in (value(record, name) for record in records) if not math.isnan(v)]
+    half = len(found) // 2
+    return statistics.fmean(found[half:]) - statistics.fmean(found[:half]) if half >= 2 else math.nan
+
+
+def diagnose(records: list[dict], max_concurrent: int, generations: int = 8) -> str:
+    """What the last windows say: which side waits, then whatever else is amiss. What was not measured (NaN)
+    compares false, and is passed over."""
+    now = records[-1]
+    duplicates, entropy_change = value(now, "completions/duplicate_frac"), change(records, "entropy")
+    teachers = {
+        n.split("/")[1]: v for n, v in now.items() if n.startswith("teacher_tokens_frac/") and v is not None
+    }
+    findings = [
+        (
+            duplicates > 0.9 * (generations - 1) / generations,
+            "most rollouts repeat one of their group: is sampling random?",
+        ),
+        (
+            change(records, "completions/duplicate_frac") > 0.05 and entropy_change < 0,
+            "rollouts repeat each other more and more while entropy falls: collapse",
+        ),
+        (
+            value(now, "batch/samples_per_row") < 1.5,
+            "a row holds one sample, so nothing can be shared: raise --token_budget",
+        ),
+        (
+            change(records, "jsd") < -0.05 * abs(value(now, "jsd"))
+            and entropy_change < -0.05 * value(now, "entropy"),
+            "the divergence falls with the entropy: narrowing, not learning",
+        ),
+    ]
+    findings += [
+        (
+            len(teachers) > 1 and share < 0.2 / len(teachers),
+            f"teacher {name} is starved: {share:.0%} of the tokens",
+        )
+        for name, share in teachers.items()
+    ]
+    said = [bottleneck(now, max_concurrent), saturation(records)] + [
+        text for holds, text in findings if holds
+    ]
+    return "; ".join(filter(None, said))
+
+
+def bottleneck(now: dict, max_concurrent: int) -> str:
+    """Which side waits for the other, and what holds generation where the trainer waits for it."""
+    step = max(value(now, "perf/step_s"), 1e-9)
+    waiting = value(now, "perf/rollout_wait_s") / step
+    held = min(value(now, "rollout/backpressure_s") / step, 1.0)  # a hold counts in the step it ends in
     if waiting > 0.1 and held > 0.1:
-        verdict = f"trainer waits {waiting:.0%} and generation is held {held:.0%}: raise --max_staleness"
-    elif waiting > 0.1:
-        verdict = (
-            f"generation-bound: the trainer waits {waiting:.0%} of a step{limit(record, get, max_concurrent)}"
-        )
-    elif held > 0.1:
-        verdict = f"trainer-bound: generation is held back {held:.0%} of the time by --max_staleness"
-    else:
-        verdict = "balanced: neither side waits"
-    zero, dropped = get("frac_reward_zero_std"), get("reward_dropped")
-    if zero > 0.5:
-        reward = get("reward")
-        easy = dropped > reward
-        verdict += f"; {zero:.0%} of the groups have equal rewards, " + (
-            "which score above the mean: it gets easy"
-            if easy
-            else "which score below the mean: too hard, or the reward never credits"
-        )
-    if get("completions/duplicate_frac") > 0.8 and get("entropy") > 0.5:
-        verdict += "; most rollouts repeat one of their group though entropy is high: is sampling random?"
-    return verdict
+        return f"trainer waits {waiting:.0%} and generation is held {held:.0%}: raise --max_staleness"
+    if held > 0.1:
+        return f"trainer-bound: generation is held back {held:.0%} of the time by --max_staleness"
+    if not waiting > 0.1:
+        return "balanced: neither side waits"
+    concurrency, cap = value(now, "rollout/concurrency"), value(now, "rollout/concurrency_cap")
+    limit = ""
+    if concurrency >= 0.9 * min(cap, max_concurrent):
+        limit = ", limited by the server: add one"
+        if cap >= max_concurrent and not value(now, "rollout/vllm_kv_cache_usage_frac") > 0.6:
+            limit = ", limited by --max_concurrent_rollouts: raise it"
+    return f"generation-bound: the trainer waits {waiting:.0%} of a step{limit}"
 
 
-def limit(record: dict, get, max_concurrent: int) -> str:
-    """What holds generation when the trainer waits for it."""
-    concurrency, cap = get("rollout/concurrency"), get("rollout/concurrency_cap")
-    if cap and concurrency >= 0.9 * cap:
-        return ", limited by the server" if cap < max_concurrent else ", limited by --max_concurrent_rollouts"
-    return ""
+def saturation(records: list[dict]) -> str:
+    """What groups whose rewards are all equal say, and where in the range of the others they lie."""
+    now = records[-1]
+    zero, dropped = value(now, "frac_reward_zero_std"), value(now, "reward_dropped")
+    kept, spread = value(now, "reward_kept"), value(now, "reward_group_std") / 2
+    more, reward = change(records, "frac_reward_zero_std") > 0.05, change(records, "reward")
+    if more and reward < 0 and change(records, "reward_dropped") < 0:
+        return "rewards fall, and more groups fail together: a regression; look at duplicate_frac and entropy"
+    if not zero > 0.5 and not (more and dropped > kept + spread):
+        return ""
+    equal = f"{zero:.0%} of the groups have equal rewards, "
+    if dropped > kept + spread and not reward < 0:
+        return equal + "near the top: it gets too easy; stop, or take harder prompts"
+    if dropped < kept - spread:
+        cut = value(now, "completions/clipped_ratio")
+        return (
+            equal
+            + f"near the bottom: too hard, or the reward never credits; {cut:.0%} of the rollouts are cut off"
+        )
+    return equal + "in the middle: too easy and too hard prompts, or partial scores; read rollouts"
 
 
 class Logger:
@@ -249,6 +303,10 @@ class Logger:
         fresh.replace(self.path)
         self.max_steps = options.max_steps
         self.max_concurrent = options.max_concurrent_rollouts
+        self.generations = options.num_generations
+        self.recent: deque[dict] = deque(maxlen=20)
+        self.sink = sink(options, step)
+        self.started, self.begun_at = time.monotonic(), None
         self.rows = 0
         self.live = sys.stdout.isatty()
         self.last_verdict = ""
@@ -257,11 +315,17 @@ class Logger:
         """Write one window: a line of metrics.jsonl, a table row, now and then the diagnosis."""
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self.write(json.dumps(clean) + "\n")
+        try:
+            self.sink({k: v for k, v in clean.items() if v is not None}, record["step"])
+        except Exception as error:  # a tracker that fails ends no run
+            self.line(f"--report_to: {error}; nothing more is reported")
+            self.sink = nowhere
         if self.rows % 20 == 0:
             self.line(" ".join(f"{heading:>8}" for heading, _, _ in COLUMNS))
         self.rows += 1
         self.line(" ".join(f"{cell(record, name, form):>8}" for _, name, form in COLUMNS))
-        verdict = diagnose(record, self.max_concurrent)
+        self.recent.append(record)
+        verdict = diagnose(list(self.recent), self.max_concurrent, self.generations)
         if verdict.split(":")[0] != self.last_verdict and self.rows % 5 == 0:
             self.line(f"  {verdict}")
             self.last_verdict = verdict.split(":")[0]
@@ -279,13 +343,56 @@ class Logger:
     def line(self, text: str) -> None:
         print("\r\x1b[K" + text if self.live else text, flush=True)
 
-    def progress(self, step: int, text: str) -> None:
-        """The live line: where the run is and what it is doing. Only on a terminal."""
+    def progress(self, step: int, done: float, text: str) -> None:
+        """The live line: where the run is (`done` of it, 0 to 1), what it waits for. Only on a terminal."""
         if not self.live:
             return
+        now = time.monotonic()
+        self.begun_at = done if self.begun_at is None else self.begun_at
+        left = (
+            (now - self.started) * (1 - done) / (done - self.begun_at) if done > self.begun_at else math.nan
+        )
         total = f"/{self.max_steps}" if self.max_steps > 0 else ""
+        parts = [f"step {step}{total}", f"{done:.0%}", f"{span(left)} left"]
+        if self.recent:
+            parts += [f"reward {cell(self.recent[-1], 'reward', '{:.3f}')}"]
+            parts += [bottleneck(self.recent[-1], self.max_concurrent).split(":")[0]]
         width = shutil.get_terminal_size().columns - 1
-        print(f"\r\x1b[K{f'step {step}{total}  {text}'[:width]}", end="", flush=True)
+        print(f"\r\x1b[K{'  '.join([*parts, text])[:width]}", end="", flush=True)
+
+
+def span(seconds: float) -> str:
+    """90 -> 1m30s."""
+    if math.isnan(seconds):
+        return "?"
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}h{minutes % 60:02}m" if minutes >= 60 else f"{minutes}m{seconds:02}s"
+
+
+def nowhere(record: dict, step: int) -> None:
+    """The sink of --report_to none."""
+
+
+def sink(options, step: int):
+    """What takes a record (name -> number) and its step, by --report_to."""
+    name = options.run_name or Path(options.output_dir).name
+    if options.report_to == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(Path(options.output_dir) / "tensorboard", purge_step=step + 1)
+
+        def write(record: dict, step: int) -> None:
+            for key, number in record.items():
+                writer.add_scalar(key, number, step)
+            writer.flush()
+
+        return write
+    if options.report_to == "trackio":
+        import trackio
+
+        trackio.init(project="treegrpo", name=name, config=vars(options), resume="allow")
+        return lambda record, step: trackio.log(record, step=step)
+    return nowhere
 
 
 def step_of(line: str) -> float:

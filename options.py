@@ -169,6 +169,10 @@ class Options:
 
     # Logging and saving
     output_dir: str = option("outputs", "checkpoints, options.json and metrics.jsonl go here")
+    report_to: str = choice(
+        "none", ["none", "tensorboard", "trackio"], "where metrics go beside metrics.jsonl"
+    )
+    run_name: str | None = option(None, "the run's name there (none = that of output_dir)")
     logging_steps: int = option(1, "optimizer steps of a logging window")
     save_steps: int = option(500, "optimizer steps between checkpoints (0 = only at the end)")
     save_total_limit: int | None = option(None, "checkpoints kept (none = all)")
@@ -337,6 +341,7 @@ IDLE = [
     ),
     ("embedded_max_model_len", lambda o: not o.embedded, "without --vllm_server_base_url embedded"),
     ("embedded_max_num_seqs", lambda o: not o.embedded, "without --vllm_server_base_url embedded"),
+    ("run_name", lambda o: o.report_to != "trackio", "without --report_to trackio"),
     ("num_completions_to_print", lambda o: not o.log_completions, "without --log_completions"),
     ("num_train_epochs", lambda o: o.max_steps > 0, "with --max_steps, which replaces it"),
 ]

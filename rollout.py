@@ -581,8 +581,7 @@ class RolloutLoop:
         rewards = flight.group.rewards[~np.isnan(flight.group.rewards)].tolist()
         self.metrics.record("reward", rewards)
         self.metrics.record("frac_reward_zero_std", (int(reason is not None), 1))
-        if reason is not None:
-            self.metrics.record("reward_dropped", rewards)
+        self.metrics.record("reward_dropped", [] if reason is None else rewards)
         self._record_completions(flight)
 
     async def _log_completions(self, lines: list[dict]) -> None:

@@ -11,6 +11,7 @@ Never: let a run begin that cannot end well. What is wrong is one line that name
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import time
@@ -114,6 +115,8 @@ def check_inputs(options: Options, rollouts) -> Path | None:
             option_of("eval_dataset", eval_rows, options.eval_dataset, task)
         if options.chat_template:
             option_of("chat_template", read_template, options.chat_template)
+    if options.report_to != "none" and importlib.util.find_spec(options.report_to) is None:
+        raise OptionError(f"--report_to {options.report_to} needs a package: pip install {options.report_to}")
     place = Path(options.output_dir).absolute()
     place = next(path for path in (place, *place.parents) if path.exists())
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):

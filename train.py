@@ -142,7 +142,9 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
                     feed.begin()
                 row, tokens = batch.row, batch.trained_tokens
                 with watch("perf/fwd_bwd_s", on_device=True):
-                    total, stats = forward_backward(model, row, tokens, objective, options, scale.value)
+                    total, stats = forward_backward(
+                        model, row, tokens, objective, options, scale.value, watch
+                    )
                 closes = number == options.gradient_accumulation_steps - 1
                 updates = closes and (step + 1) % options.weight_sync_steps == 0
                 batch = WAITING
@@ -176,7 +178,7 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
             window.update(seconds)
             if feed:
                 feed.close_step(seconds, microbatches)
-                logger.progress(step, feed.rollouts.status())
+                logger.progress(step, feed.share_done(step), feed.rollouts.status())
             if step % options.logging_steps == 0:
                 log(logger, window, feed, step, rate, ranks)
                 window = Window()
@@ -258,7 +260,7 @@ class LossScale:
 
 
 def forward_backward(
-    model, row: Row, trained_tokens: int, objective: Objective, options: Options, scale: float = 1.0
+    model, row: Row, trained_tokens: int, objective: Objective, options: Options, scale=1.0, watch=None
 ):
     """Forward a row, sum the loss over its terms, backward. Returns the sum and statistics per term [M].
 
@@ -268,9 +270,10 @@ def forward_backward(
     """
     index = attention.index(row, options.attention)  # needed until the backward has ended
     balance = router_coefficient(options.router_aux_loss_coef, model.config)
-    output = backbone_output(model, row, **index, **({"output_router_logits": True} if balance else {}))
-    hidden = output.last_hidden_state[0]  # [N, E]
-    total, stats = row_loss(hidden, gathered_head(model), row, objective, options.temperature)
+    with (watch or Stopwatch())("perf/fwd_s", on_device=True):
+        output = backbone_output(model, row, **index, **({"output_router_logits": True} if balance else {}))
+        hidden = output.last_hidden_state[0]  # [N, E]
+        total, stats = row_loss(hidden, gathered_head(model), row, objective, options.temperature)
     value = total.detach()
     if balance:  # weighs by the row's trained tokens, so that its share of the step's is what counts
         stats["aux_loss"] = router_loss(

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 RUN_TIME = {"torch", "transformers", "safetensors", "requests", "numpy", "datasets"}
 BROUGHT_ALONG = {"yaml", "triton"}  # by transformers, by torch's CUDA build
-OPTIONAL = {"flash_attn", "cutlass"}  # flash-attn-4, inside the functions that use it
+OPTIONAL = {"flash_attn", "cutlass", "trackio"}  # flash-attn-4, inside the functions that use it
 
 
 def modules() -> list[Path]:

@@ -106,6 +106,45 @@ def test_a_resumed_run_goes_on_at_the_next_step(finished_run):
     assert seventh["sampling/sampling_logp_difference/max"] < 1e-4
 
 
+ALWAYS = """
+    num_tokens loss grad_norm nonfinite_grad_count learning_rate epoch entropy
+    reward reward_dropped frac_reward_zero_std reward_kept reward_group_std
+    completions/ mean_length min_length max_length mean_terminated_length min_terminated_length
+        max_terminated_length clipped_ratio duplicate_frac
+    rewards/is_sorted/ mean group_std
+    sampling/ sampling_logp_difference/mean sampling_logp_difference/max importance_sampling_ratio/min
+        importance_sampling_ratio/mean importance_sampling_ratio/max masked_mean sampler_mass
+    clip_ratio/ region_mean low_mean low_min high_mean high_max
+    rollout/ duration_s generated_tokens_per_s concurrency concurrency_cap turns_mean turns_max
+        samples_per_rollout fork_frac drift_tokens_mean drift_tokens_max score_queue_size queue_size score_s
+        score_wait_s backpressure_s vllm_retry_count vllm_kv_cache_usage_frac
+        vllm_running_requests vllm_queued_requests vllm_preemption_count
+    sample/ forwarded_tokens_mean forwarded_tokens_max trained_tokens_mean time_in_queue_s staleness_mean
+        staleness_max token_staleness_mean token_staleness_max dropped_stale_count
+    batch/ forwarded_tokens_per_step trained_tokens_per_step samples_per_step groups_per_step
+        microbatches_per_step masked_token_frac samples_per_row row_tokens_mean row_tokens_max row_fill_frac
+        row_imbalance packing_ratio pad_frac dropped_oversize_count
+    perf/ step_s fwd_bwd_s fwd_s optimizer_s rollout_wait_s weight_sync_s weight_sync_pause_s
+        weight_sync_barrier_s weight_sync_transfer_s fwd_bwd_forwarded_tokens_per_s
+        wall_clock_forwarded_tokens_per_s wall_clock_trained_tokens_per_s fwd_bwd_mfu wall_clock_mfu
+"""
+
+
+def test_every_metric_of_a_run_without_tools_and_teachers_is_there(finished_run):
+    names, prefix = set(), ""
+    for line in ALWAYS.strip().splitlines():
+        for word in line.split():
+            if word.endswith("/"):
+                prefix = word
+            else:
+                names.add(prefix + word)
+    record = set().union(*finished_run[1])
+    assert len(names) == 91 and not names - record, names - record
+    last = finished_run[1][-1]
+    assert 0 <= last["perf/fwd_s"] <= last["perf/fwd_bwd_s"] <= last["perf/step_s"]
+    assert 0 < last["batch/masked_token_frac"] < 1
+
+
 def test_the_ledger_balances(finished_run):
     for output in finished_run[2:]:
         line = re.search(

@@ -2,15 +2,17 @@
 
 import json
 import math
+import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from metrics import Logger, Stopwatch, Window, diagnose, term_metrics
-from options import Options
+from metrics import Logger, Stopwatch, Window, diagnose, span, term_metrics
+from options import OptionError, Options
+from start import check_inputs
 
 CASE = json.loads((Path(__file__).parent / "data/cases/A08_metric_definitions.json").read_text())
 
@@ -90,18 +92,168 @@ def test_a_divergence_is_averaged_over_the_terms_that_have_one():
     assert window.values() == pytest.approx(expected)
 
 
+WAITS = {"perf/step_s": 1.0, "perf/rollout_wait_s": 0.5, "rollout/backpressure_s": 0.0}
+
+
 @pytest.mark.parametrize(
     "waiting, held, verdict",
     [
-        (0.5, 0.0, "generation-bound"),
-        (0.0, 0.5, "trainer-bound"),
-        (0.5, 0.5, "max_staleness"),
-        (0.0, 0.0, "balanced"),
+        (0.5, 0.0, "generation-bound: the trainer waits 50% of a step"),
+        (0.0, 0.5, "trainer-bound: generation is held back 50% of the time by --max_staleness"),
+        (0.5, 0.5, "raise --max_staleness"),
+        (0.0, 0.0, "balanced: neither side waits"),
     ],
 )
-def test_diagnosis_names_the_bottleneck(waiting, held, verdict):
+def test_diagnosis_names_the_side_that_waits(waiting, held, verdict):
     record = {"perf/step_s": 1.0, "perf/rollout_wait_s": waiting, "rollout/backpressure_s": held}
-    assert verdict in diagnose(record, 512)
+    assert diagnose([record], 512).endswith(verdict)
+
+
+@pytest.mark.parametrize(
+    "concurrency, cap, use, verdict",
+    [
+        (100, 100, 0.7, "of a step, limited by the server: add one"),
+        (512, 800, 0.2, "of a step, limited by --max_concurrent_rollouts: raise it"),
+        (512, 512, None, "of a step, limited by --max_concurrent_rollouts: raise it"),
+        (512, 800, 0.9, "of a step, limited by the server: add one"),
+        (40, 800, 0.2, "of a step"),
+    ],
+)
+def test_diagnosis_names_what_holds_generation(concurrency, cap, use, verdict):
+    rollout = {"concurrency": concurrency, "concurrency_cap": cap, "vllm_kv_cache_usage_frac": use}
+    assert diagnose([WAITS | {f"rollout/{n}": v for n, v in rollout.items()}], 512).endswith(verdict)
+
+
+def windows(**courses) -> list[dict]:
+    """Eight windows in which each metric goes evenly from one value to another, or stays."""
+    courses = {name.replace("__", "/"): c if isinstance(c, tuple) else (c, c) for name, c in courses.items()}
+    return [{n: low + (high - low) * i / 7 for n, (low, high) in courses.items()} for i in range(8)]
+
+
+KEPT = {"reward_kept": 0.5, "reward_group_std": 0.4}  # the other groups, which are trained on
+
+
+@pytest.mark.parametrize(
+    "courses, words",
+    [
+        ({"frac_reward_zero_std": 0.2, "reward_dropped": 0.9, "reward": (0.3, 0.5)}, None),
+        (
+            {"frac_reward_zero_std": (0.1, 0.4), "reward_dropped": 0.95, "reward": (0.5, 0.9)},
+            "near the top: it gets too easy",
+        ),
+        (
+            {
+                "frac_reward_zero_std": 0.8,
+                "reward_dropped": 0.02,
+                "reward": 0.1,
+                "completions__clipped_ratio": 0.6,
+            },
+            "near the bottom: too hard, or the reward never credits; 60% of the rollouts are cut off",
+        ),
+        (
+            {"frac_reward_zero_std": (0.2, 0.7), "reward_dropped": (0.9, 0.1), "reward": (0.8, 0.2)},
+            "a regression; look at duplicate_frac and entropy",
+        ),
+        (
+            {"frac_reward_zero_std": 0.7, "reward_dropped": 0.5, "reward": 0.5},
+            "in the middle: too easy and too hard",
+        ),
+    ],
+    ids=["healthy", "too easy", "too hard", "regression", "mixture"],
+)
+def test_diagnosis_says_what_groups_of_equal_rewards_mean(courses, words):
+    said = diagnose(windows(**KEPT, **courses), 512)
+    assert words in said if words else said == "balanced: neither side waits"
+
+
+@pytest.mark.parametrize(
+    "courses, words",
+    [
+        ({"completions__duplicate_frac": 0.85}, "is sampling random?"),
+        ({"completions__duplicate_frac": 0.5}, None),
+        ({"completions__duplicate_frac": (0.1, 0.5), "entropy": (0.9, 0.3)}, "entropy falls: collapse"),
+        ({"completions__duplicate_frac": (0.1, 0.5), "entropy": (0.3, 0.9)}, None),
+        ({"batch__samples_per_row": 1.1}, "raise --token_budget"),
+        ({"batch__samples_per_row": 6.0}, None),
+        ({"jsd": (0.5, 0.2), "entropy": (0.9, 0.3)}, "narrowing, not learning"),
+        ({"jsd": (0.5, 0.2), "entropy": 0.9}, None),
+        (
+            {"teacher_tokens_frac__a": 0.95, "teacher_tokens_frac__b": 0.05},
+            "teacher b is starved: 5% of the tokens",
+        ),
+        ({"teacher_tokens_frac__a": 0.6, "teacher_tokens_frac__b": 0.4}, None),
+        ({"teacher_tokens_frac__a": 1.0}, None),
+    ],
+)
+def test_diagnosis_says_what_else_is_amiss(courses, words):
+    said = diagnose(windows(**courses), 512, generations=8)
+    assert words in said if words else said == "balanced: neither side waits"
+
+
+def test_what_was_not_measured_is_passed_over():
+    nothing = dict.fromkeys(["reward", "entropy", "frac_reward_zero_std", "teacher_tokens_frac/a", "jsd"])
+    assert diagnose([nothing] * 8, 512) == diagnose([{}], 512) == "balanced: neither side waits"
+
+
+def test_metrics_go_to_tensorboard_and_trackio(tmp_path, monkeypatch):
+    seen = []
+
+    class Writer:
+        def __init__(self, place, purge_step):
+            seen.append((place.name, purge_step))
+
+        def add_scalar(self, name, number, step):
+            seen.append((name, number, step))
+
+        def flush(self):
+            pass
+
+    tensorboard, trackio = ModuleType("tensorboard"), ModuleType("trackio")
+    tensorboard.SummaryWriter = Writer
+    trackio.init = lambda **settings: seen.append((settings["project"], settings["name"]))
+    trackio.log = lambda record, step: seen.append((record, step))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    for kind in ("tensorboard", "trackio"):
+        options = Options(model="m", output_dir=str(tmp_path / "run"), report_to=kind)
+        Logger(options, step=0).record({"step": 1, "loss": 0.5, "reward": math.nan})
+    assert seen == [
+        ("tensorboard", 1),
+        ("step", 1, 1),
+        ("loss", 0.5, 1),
+        ("treegrpo", "run"),
+        ({"step": 1, "loss": 0.5}, 1),
+    ]
+
+
+def test_a_tracker_that_fails_ends_no_run(tmp_path, capsys):
+    logger = Logger(Options(model="m", output_dir=str(tmp_path)), step=0)
+    logger.sink = lambda record, step: 1 / 0
+    for step in (1, 2):
+        logger.record({"step": step})
+    assert capsys.readouterr().out.count("division by zero; nothing more is reported") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_tracker_that_is_not_installed_is_refused_at_start(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    options = Options(model="tiny", task="tasks/sort.py", output_dir=str(tmp_path), report_to="trackio")
+    with pytest.raises(OptionError, match="--report_to trackio needs a package: pip install trackio"):
+        check_inputs(options, None)
+
+
+def test_the_live_line_has_the_time_left_the_reward_and_the_side_that_waits(tmp_path, monkeypatch, capsys):
+    logger = Logger(Options(model="m", output_dir=str(tmp_path), max_steps=200), step=0)
+    logger.live = True
+    logger.progress(1, 0.1, "")
+    assert "? left" in capsys.readouterr().out
+    logger.started -= 60.0
+    logger.record(WAITS | {"step": 2, "reward": 0.25})
+    capsys.readouterr()
+    logger.progress(2, 0.5, "31 in flight")
+    line = capsys.readouterr().out.split("\x1b[K")[1]
+    assert line == "step 2/200  50%  1m15s left  reward 0.250  generation-bound  31 in flight"
+    assert (span(3725), span(59.6)) == ("1h02m", "1m00s")
 
 
 def test_a_phase_that_takes_long_is_named(monkeypatch, capsys):

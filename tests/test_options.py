@@ -53,6 +53,7 @@ def test_a_value_out_of_range_is_refused_with_its_name_and_range(name, value):
         ({"score_centering": False, "score_centering_tail": "drop"}, "no effect"),
         ({"score_centering": False, "num_sampler_logprobs": 4}, "no effect"),
         ({"per_device_train_batch_size": 4}, "no effect without --token_budget 0"),
+        ({"run_name": "a", "report_to": "tensorboard"}, "no effect without --report_to trackio"),
         ({"embedded_max_num_seqs": 4}, "no effect without --vllm_server_base_url embedded"),
         ({"num_completions_to_print": 4}, "no effect without --log_completions"),
         ({"max_steps": 5, "num_train_epochs": 1.0}, "no effect with --max_steps"),
@@ -152,4 +153,4 @@ def test_a_bad_command_line_is_one_line_and_exit_code_2(arguments, capsys):
 
 def test_the_list_of_options_grows_by_decision_only():
     """Adding an option is a decision: add it here too, and to README."""
-    assert len(dataclasses.fields(Options)) == 79
+    assert len(dataclasses.fields(Options)) == 81
