@@ -340,7 +340,7 @@ def error_text(response: requests.Response, path: str) -> str:
         content = response.json()
     except ValueError:
         return response.text.strip() or response.reason
-    if content == {"detail": "Not Found"} and path != "/metrics":
+    if content == {"detail": "Not Found"} and path not in ("/metrics", TOKENS):
         return (
             f"no such route; start the server with VLLM_SERVER_DEV_MODE=1 in its environment to have {path}"
         )

@@ -177,30 +177,32 @@ def choose_endpoint(server: Server, options: Options) -> str:
 
     A sampling mask wins: it is exact where ties let more than `top_k` tokens survive. Else both are timed.
     """
-    if (answer := answered(server, TOKENS, options)) is None:
+    answer = answered(server, TOKENS, options)
+    if isinstance(answer, ServerError):
         server.endpoint = COMPLETIONS
-        return f"{COMPLETIONS}, the server takes no requests at {TOKENS}"
+        return f"{COMPLETIONS} ({answer})"
     if options.top_k and answer.masked:
         server.masks = True
         return f"{TOKENS}, which names the tokens that could be sampled"
-    if answered(server, COMPLETIONS, options) is None:
+    refusal = answered(server, COMPLETIONS, options)
+    if isinstance(refusal, ServerError):
         server.endpoint = TOKENS
-        return f"{TOKENS}, the server takes no requests at {COMPLETIONS}"
+        return f"{TOKENS} ({refusal})"
     rates = {endpoint: timed(server, endpoint, options) for endpoint in (COMPLETIONS, TOKENS)}
     server.endpoint = max(rates, key=rates.get)
     text = ", ".join(f"{rate:,.0f} tokens/s at {endpoint}" for endpoint, rate in rates.items())
     return f"{server.endpoint}, the faster one ({text})"
 
 
-def answered(server: Server, endpoint: str, options: Options) -> Completion | None:
-    """The answer to a first request, after which nothing is slow for being the first; None = refused."""
+def answered(server: Server, endpoint: str, options: Options) -> Completion | ServerError:
+    """The answer to a first request, after which nothing is slow for being the first; or its refusal."""
     server.endpoint = endpoint
     try:
         return sample(server, options, tokens=1)
     except ServerError as error:
         if error.status is None or error.status >= 500:
             raise
-        return None
+        return error
 
 
 def sample(server: Server, options: Options, tokens: int, seed: int = 0) -> Completion:

@@ -156,15 +156,16 @@ def test_server_without_a_token_endpoint_is_asked_at_the_other():
         with FakeServer() as fake:
             fake.replies[TOKENS] = (status, answer)
             server = Server(fake.url, 5)
-            assert f"no requests at {TOKENS}" in choose_endpoint(server, options_of())
-        assert server.endpoint == COMPLETIONS and not fake.requests
+            why = choose_endpoint(server, options_of())
+        assert server.endpoint == COMPLETIONS and not fake.requests and f"answered {status}" in why
+        assert ("--enable-scale-out" in why) == (status == 403) and "DEV_MODE" not in why
 
 
 def test_server_of_the_token_endpoint_alone_is_used():
     with FakeServer() as fake:
         fake.tokens, fake.replies[COMPLETIONS] = True, (404, {"detail": "Not Found"})
         server = Server(fake.url, 5)
-        assert f"no requests at {COMPLETIONS}" in choose_endpoint(server, options_of())
+        assert f"{COMPLETIONS} answered 404" in choose_endpoint(server, options_of())
     assert server.endpoint == TOKENS
 
 
@@ -183,7 +184,7 @@ def test_sampling_masks_are_used_where_the_server_has_them():
             fake.tokens = True
             fake.masks, server = True, Server(fake.url, 5)
             if not top_k:  # such a server was refused before; it would refuse the request, too
-                assert "no requests" in choose_endpoint(server, options_of())
+                assert "requires top_k" in choose_endpoint(server, options_of())
             else:
                 assert "could be sampled" in choose_endpoint(server, options_of(top_k=5))
                 assert server.endpoint == TOKENS
