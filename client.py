@@ -231,7 +231,8 @@ class Server:
             "n": 1,
             "stop_token_ids": list(stop_token_ids),
         }
-        if self.endpoint == TOKENS:
+        endpoint = self.endpoint  # of every attempt: the other one takes another body
+        if endpoint == TOKENS:
             # a sampled token outside its list takes the place of the last one here, so one more is asked for
             sampling["logprobs"] = listed + 1 if listed else listed
             body = {"token_ids": prompt_ids, "sampling_params": sampling}
@@ -249,13 +250,13 @@ class Server:
         data = json.dumps(body)  # once: every attempt sends the same bytes
 
         def attempt(timeout: float) -> Completion:
-            choice = self._sample(data, prompt_ids, timeout)
+            choice = self._sample(data, prompt_ids, timeout, endpoint)
             return parse_choice(choice, min(logprobs or 0, listed or 0), restricted, listed is not None)
 
         return self._retried(attempt, deadline, give_up)
 
-    def _sample(self, data: str, prompt_ids: list[int], timeout: float) -> dict:
-        response = self._call("POST", self.endpoint, data=data, timeout=timeout)
+    def _sample(self, data: str, prompt_ids: list[int], timeout: float, endpoint: str) -> dict:
+        response = self._call("POST", endpoint, data=data, timeout=timeout)
         try:
             choice = json.loads(response.content)["choices"][0]
         except (ValueError, LookupError, TypeError) as error:  # cut off, by a proxy or a dying server

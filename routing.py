@@ -20,7 +20,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from client import Completion, Server, ServerError
+from client import COMPLETIONS, Completion, Server, ServerError
 from conversation import RolloutError
 from questions import choose_endpoint, price
 
@@ -154,6 +154,7 @@ class Routing:
         if self.up(load):
             print(f"{load.server.url} is down, the other servers take over its rollouts: {why}", flush=True)
         load.lost_at, load.is_up = self.link.told.value, False
+        load.server.endpoint, load.server.masks = COMPLETIONS, False  # it may come back with other flags
 
     def report_changes(self) -> None:
         """Say which servers are asked again, or no more; what set_down found it has said itself."""

@@ -169,6 +169,18 @@ def test_server_of_the_token_endpoint_alone_is_used():
     assert server.endpoint == TOKENS
 
 
+def test_server_that_fails_the_question_is_asked_at_the_usual_endpoint():
+    for script, wanted in [
+        (["500"], COMPLETIONS),
+        (["200", "reset"], TOKENS),
+        (["200"] * 2 + ["500"] * 40, COMPLETIONS),
+    ]:
+        with FakeServer() as fake:
+            fake.tokens, fake.script, server = True, script, Server(fake.url, 5)
+            choose_endpoint(server, options_of())
+        assert server.endpoint == wanted and server.retry_count == 0
+
+
 @pytest.mark.parametrize("slow", [COMPLETIONS, TOKENS])
 def test_faster_endpoint_is_used(slow):
     with FakeServer() as fake:
