@@ -124,9 +124,12 @@ class Server:
                 notice.say(f"{self.url} to come up: {error}")
             time.sleep(min(self.backoff_s, 1.0))
 
-    def health(self) -> None:
-        """Returns when the server can take requests, paused or not; ServerError otherwise."""
-        self._call("GET", "/health", timeout=min(self.timeout, 30.0))
+    def health(self, timeout: float = 30.0) -> None:
+        """Returns when the server can take requests, paused or not; ServerError otherwise.
+
+        Over a connection of its own: a server that is going down keeps those it has, and answers nothing.
+        """
+        Server(self.url)._call("GET", "/health", timeout=min(self.timeout, timeout))
 
     def version(self) -> str:
         return self._call("GET", "/version").json()["version"]

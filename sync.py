@@ -55,7 +55,7 @@ from lora import adapted_layers, is_adapter, merging
 
 BUFFER_BYTES = 256 << 20  # a chunk is closed once it has passed this size
 LAST_WORDS_S = 5.0  # seconds for the server's answer once the stream to it has broken
-LOOK_S = 2.0  # seconds between two looks at the health of a server that is waited for
+LOOK_S, HEALTH_S = 2.0, 10.0  # between two looks at the health of a server that is waited for; for its answer
 RETRY_S = 2.0  # seconds between two looks at a server that was lost
 OLDEST, PACKED_AT_INIT, UNIQUE_ID = (0, 26), (0, 28), (0, 30)  # vLLM's releases since when each is so
 OF_ONE_END = (
@@ -358,25 +358,14 @@ class Link:
         return thread
 
     def wait(self, done, what: str) -> None:
-        """Until `done()`. Raises what a thread has run into, what the server's health tells, and SyncError
-        after `timeout_s`.
-
-        A vLLM whose engine was killed leaves the call without an answer for as long as it is open.
-        """
-        notice, next_look = Notice(), time.monotonic() + LOOK_S
-        while not done() and self.error is None:
-            with self.moved:
-                self.moved.wait_for(lambda: done() or self.error is not None, 0.2)
-            notice.say(f"{what} of {self.server.url}")
-            if notice.waited() > self.timeout_s:
-                raise SyncError(f"{what} took more than {self.timeout_s:.0f} s")
-            if time.monotonic() > next_look:
-                next_look = time.monotonic() + LOOK_S
-                try:
-                    self.server.health()
-                except ServerError as error:
-                    self.call.join(LAST_WORDS_S)
-                    self.error = self.error or error
+        """Until `done()`. Raises what a thread has run into, and SyncError after `timeout_s`."""
+        notice = Notice()
+        with self.moved:
+            while not done() and self.error is None:
+                self.moved.wait(0.2)
+                notice.say(f"{what} of {self.server.url}")
+                if notice.waited() > self.timeout_s:
+                    raise SyncError(f"{what} took more than {self.timeout_s:.0f} s")
         if self.error is not None:
             if not isinstance(self.error, ServerError):  # a broken connection tells little:
                 self.call.join(LAST_WORDS_S)  # the call's answer may still be on its way
@@ -521,7 +510,8 @@ class WeightSync:
         for number, chunk in enumerate(chunks):
             if not self.packed:
                 for link in self.in_use():
-                    self.attempt("the update", link, lambda link: link.until_sent(number - 1))  # noqa: B023
+                    if link.sent < number - 1:
+                        self.attempt("the update", link, lambda link: link.until_sent(number - 1))  # noqa: B023
                 self.packed.append(self.pack(chunk))
             item = self.packed.pop(0)
             for link in self.in_use():
@@ -572,27 +562,46 @@ class WeightSync:
         said = None
         while not self.closed:
             time.sleep(RETRY_S)
+            if not alive(lost.server):
+                continue
             link = Link(lost.server, self.timeout_s, self.device)
-            try:
-                link.server.health()
-                link.init()
-                if link.dtype_name != self.dtype_name:
-                    raise SyncError(f"it holds {link.dtype_name}, the others {self.dtype_name}")
+            error = failure(Link.init, link)
+            if error is None and link.dtype_name != self.dtype_name:
+                error = SyncError(f"it holds {link.dtype_name}, the others {self.dtype_name}")
+            if error is None:
                 print(f"{link.server.url} is back, and gets the next update", flush=True)
                 return self.returned.put(link)
-            except Exception as error:
-                link.close()
-                if alive(link.server) and str(error) != said:
-                    said = str(error)
-                    print(f"{link.server.url} answers, but cannot be taken back: {said}", flush=True)
+            link.close()
+            if str(error) != said:
+                said = str(error)
+                print(f"{link.server.url} answers, but cannot be taken back: {said}", flush=True)
 
 
 def failure(call, link: Link) -> Exception | None:
-    try:
-        call(link)
-    except Exception as error:
-        return error
-    return None
+    """What call(link) raises, or what the server's health tells meanwhile.
+
+    A vLLM whose engine was killed leaves a call without an answer for as long as its connection is open.
+    """
+    outcome = []
+
+    def run():
+        try:
+            call(link)
+            outcome.append(None)
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(LOOK_S)
+    while thread.is_alive():
+        try:
+            link.server.health(HEALTH_S)
+        except ServerError as error:
+            thread.join(LAST_WORDS_S)
+            return outcome[0] if outcome else error
+        thread.join(LOOK_S)
+    return outcome[0]
 
 
 def alive(server) -> bool:

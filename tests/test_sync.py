@@ -68,7 +68,7 @@ class StandIn:
         if call in self.faults:
             raise self.faults[call]
 
-    def health(self):
+    def health(self, timeout=None):
         if self.dead:
             raise ServerError("connection refused")
 
