@@ -10,7 +10,7 @@ out=${OUT:-runs/demo}
 if [ "$out" = runs/demo ]; then rm -rf runs/demo; fi
 torchrun --nproc-per-node 2 train.py \
     --model tiny --task tasks/sort.py --vllm_server_base_url embedded \
-    --bf16 false --gradient_checkpointing false \
+    --bf16 false \
     --max_completion_length 16 --token_budget 512 --max_staleness 2 \
     --learning_rate 5e-4 --lr_scheduler_type linear --max_steps 40 \
     --output_dir "$out" "$@"
