@@ -77,8 +77,11 @@ class Caller:
             return f"error: {type(error).__name__}: {error}", True
 
 
-def check_tools(task: Task, environments: Environments, renderer: Renderer) -> None:
-    """Look at the tools that each kind of row will see, and at what the template makes of them."""
+def check_tools(task: Task, environments: Environments, renderer: Renderer, rewarded: bool) -> None:
+    """Look at the tools that each kind of row will see, and at what the template makes of them.
+
+    rewarded: are there rewards at all? A distillation has none.
+    """
     sets = [task.tools]
     for name in task.environments:
         environment = environments.take(name)
@@ -86,7 +89,7 @@ def check_tools(task: Task, environments: Environments, renderer: Renderer) -> N
         methods = tools_of(environment)
         if clash := {t.__name__ for t in methods} & {t.__name__ for t in task.tools}:
             raise TypeError(f"two tools are named {clash.pop()}: one of {type(environment).__name__}")
-        if not task.rewards and not hasattr(environment, "get_reward"):
+        if rewarded and not task.rewards and not hasattr(environment, "get_reward"):
             raise ValueError(
                 f"nothing scores {type(environment).__name__}: it has no get_reward, and task {task.name} no "
                 "rewards"

@@ -2,6 +2,7 @@
 
     complete   POST /v1/completions           prompt ids in, token ids and log-probabilities out; retried
                or   /inference/v1/generate    where the server has it and answers sooner (questions.py)
+    score      POST /v1/completions           what a teacher thinks of given tokens; retried
     reads      GET  /health /version /v1/models /server_info /get_world_size /is_paused /metrics
     updates    POST /pause /resume /abort_requests /init_weight_transfer_engine /start_weight_update
                     /update_weights /finish_weight_update   once each: a second could meet a half-done update
@@ -119,7 +120,7 @@ class Server:
                 if notice.waited() > self.timeout:
                     raise ServerError(
                         f"{self.url} did not come up within {self.timeout:.0f} s: {error}. Start it, correct "
-                        "--vllm_server_base_url, or raise --vllm_server_timeout"
+                        "its URL, or raise --vllm_server_timeout"
                     ) from None
                 notice.say(f"{self.url} to come up: {error}")
             time.sleep(min(self.backoff_s, 1.0))
@@ -257,6 +258,29 @@ class Server:
             return parse_choice(choice, min(logprobs or 0, listed or 0), restricted, listed is not None)
 
         return self._retried(attempt, deadline, give_up)
+
+    def score(self, ids: list[int], count: int, temperature: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+        """What this server's model thinks of a given sequence of L tokens; retried like `complete`.
+
+        For every token the `count` most likely ones given those before it, and the token itself where it is
+        none of them: ids int32 [L, count + 1] by falling probability, -1 = padding; their log-probabilities
+        float32, -inf. The first token, which nothing predicts, has none. One more token is generated, so L
+        must be below max_model_len. vLLM ignores `temperature` here (teachers.py asks whether it does).
+        """
+        sampling = {"max_tokens": 1, "temperature": temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        fields = {"prompt_logprobs": count, "return_token_ids": True, "repetition_penalty": 1.0}
+        data = json.dumps({"prompt": ids, **sampling, **fields})
+        return self._retried(
+            lambda left: parse_scores(self._sample(data, ids, left, COMPLETIONS), ids, count + 1), None
+        )
+
+    def tokenize(self, text: str) -> list[int]:
+        """The token ids that the server makes of a prompt given as text."""
+        body = {"prompt": text, "max_tokens": 1, "temperature": 1.0, "top_k": 1, "return_token_ids": True}
+        ids = self._call("POST", COMPLETIONS, body=body).json()["choices"][0].get("prompt_token_ids")
+        if ids is None:
+            raise ServerError(f"{self.url} does not honour return_token_ids: is this a vLLM server?", 400)
+        return ids
 
     def _sample(self, data: str, prompt_ids: list[int], timeout: float, endpoint: str) -> dict:
         response = self._call("POST", endpoint, data=data, timeout=timeout)
@@ -418,6 +442,20 @@ def listed_tokens(logprobs: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         )
     ids = np.fromstring(text.replace(TOKEN_ID, ""), dtype=np.int32, sep=" ")
     return ids, flat(map(dict.values, lists), np.float64), counts
+
+
+def parse_scores(choice: dict, ids: list[int], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """prompt_logprobs, a {id: {"logprob": ...}} per token (None where nothing predicts it), as two tables."""
+    entries = choice.get("prompt_logprobs")
+    if entries is None or len(entries) != len(ids):
+        raise ServerError("the answer lacks prompt_logprobs of the prompt: is this a vLLM server?", 400)
+    counts = np.array([len(entry or ()) for entry in entries], dtype=np.int64)  # [L]
+    listed = [item for entry in entries if entry for item in entry.items()]
+    found = np.array([int(token) for token, _ in listed], dtype=np.int32)  # [C]
+    logp = np.array([value["logprob"] for _, value in listed], dtype=np.float64)  # [C]
+    place = np.repeat(np.arange(len(ids)), counts)  # [C]
+    actual = found == np.asarray(ids, dtype=np.int32)[place]  # [C]
+    return most_likely(found, logp, place, actual, counts, width)
 
 
 def id_of(entry: dict) -> int:

@@ -47,6 +47,7 @@ class Batch:
 
     row: Row
     trained_tokens: int  # of the micro-batch, over all ranks
+    teachers: list[str | None]  # of the row's samples
 
 
 class Feed:
@@ -63,6 +64,7 @@ class Feed:
         self.max_staleness = options.max_staleness
         self.max_steps = options.max_steps
         self.epochs = options.num_train_epochs if options.max_steps < 0 else math.inf
+        self.teachers = options.teacher_server_urls or {}
         self.dataset_size: int | None = None
         self.version = 0  # of the weights that the next micro-batch is trained at
         self.served = 0  # of the weights on the servers
@@ -253,7 +255,8 @@ class Feed:
         rows = [pack(samples, self.planner.share) for samples in plan]
         self.planned = (plan, rows)
         trained_tokens = sum(row.terms for row in rows)
-        return [Batch(row, trained_tokens) for row in rows]
+        teachers = [[s.teacher_id for s in samples] for samples in plan]
+        return [Batch(row, trained_tokens, names) for row, names in zip(rows, teachers, strict=True)]
 
     def planned_samples(self) -> list[Sample]:
         """Those of the micro-batch that is packed and not begun; a spare rank's copies train nothing."""
@@ -286,6 +289,9 @@ class Feed:
         for prompt in self.open_prompts:
             self.settled.done(prompt)
         window = self.window
+        for teacher in {*self.teachers, *(s.teacher_id for s in samples)} - {None}:
+            its = sum(count for s, count in zip(samples, trained, strict=True) if s.teacher_id == teacher)
+            window.add(f"teacher_tokens_frac/{teacher}", (its, sum(trained)))
         for name in ("sample/forwarded_tokens_mean", "sample/forwarded_tokens_max"):
             window.add(name, lengths)
         window.add("sample/trained_tokens_mean", trained)

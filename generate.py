@@ -19,7 +19,8 @@ from messages import GroupMessage, MetricsMessage
 from metrics import Window
 from options import OptionError, Options, check
 from process import RolloutProcess
-from start import Ranks, check_inputs, reach_servers, start_embedded
+from start import Ranks, check_inputs, load_tokenizer, reach_servers, start_embedded
+from teachers import check_teachers
 
 
 def generate(options: Options) -> dict[str, float]:
@@ -37,6 +38,8 @@ def generate(options: Options) -> dict[str, float]:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             embedded = start_embedded(options, Ranks(0, 1, device, None, None), ends)
         urls = [server.url for server in reach_servers(options, embedded, None)]
+        if options.has_teachers:
+            check_teachers(options, load_tokenizer(options), None)
         rollouts = RolloutProcess(replace(options, vllm_server_base_url=urls))
         ends.callback(rollouts.stop)
         rollouts.start(0, set(), 0)

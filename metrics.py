@@ -40,6 +40,7 @@ COLUMNS = [
     ("epoch", "epoch", "{:.2f}"),
     ("reward", "reward", "{:.3f}"),
     ("loss", "loss", "{:.4f}"),
+    ("jsd", "jsd", "{:.4f}"),
     ("grad", "grad_norm", "{:.2f}"),
     ("entropy", "entropy", "{:.3f}"),
     ("ratio", "sampling/importance_sampling_ratio/mean", "{:.3f}"),
@@ -139,9 +140,10 @@ class Window:
         return reduced
 
 
-def term_metrics(window: Window, stats: dict, row) -> None:
+def term_metrics(window: Window, stats: dict, row, teachers=()) -> None:
     """What the loss measured on one row (tensors [M], see loss.row_loss) as values of the window.
 
+    teachers: the names of those that scored the row's samples, one a sample.
     Nothing here waits for a device: see `Window.settle`.
     """
     terms = len(row.target)
@@ -154,9 +156,12 @@ def term_metrics(window: Window, stats: dict, row) -> None:
         if values is not None:
             window.add(name, (values.double().sum(), terms))
     if "jsd" in stats:
-        signals = stats["signal"].sum()
-        window.add("jsd", (stats["jsd"].double().sum(), signals))
-        window.add("teacher_signal_frac", (signals, terms))
+        jsd, signal = stats["jsd"].double(), stats["signal"]  # zero where there is no signal
+        window.add("jsd", (jsd.sum(), signal.sum()))
+        for name in sorted(set(filter(None, teachers))):
+            its = signal.new_tensor([teacher == name for teacher in teachers], device="cpu")  # [samples]
+            its = its.to(signal.device, non_blocking=True)[row.sample]  # [M]
+            window.add(f"teacher_jsd/{name}", ((jsd * its).sum(), (signal & its).sum()))
     if "aux_loss" in stats:
         window.add("aux_loss", (stats["aux_loss"].detach() * terms, terms))
 
@@ -310,6 +315,8 @@ class Logger:
         self.rows = 0
         self.live = sys.stdout.isatty()
         self.last_verdict = ""
+        idle = {"reward", "ratio"} if options.distills else set() if options.has_teachers else {"jsd"}
+        self.columns = [column for column in COLUMNS if column[0] not in idle]
 
     def record(self, record: dict) -> None:
         """Write one window: a line of metrics.jsonl, a table row, now and then the diagnosis."""
@@ -321,14 +328,15 @@ class Logger:
             self.line(f"--report_to: {error}; nothing more is reported")
             self.sink = nowhere
         if self.rows % 20 == 0:
-            self.line(" ".join(f"{heading:>8}" for heading, _, _ in COLUMNS))
+            self.line(" ".join(f"{heading:>8}" for heading, _, _ in self.columns))
         self.rows += 1
-        self.line(" ".join(f"{cell(record, name, form):>8}" for _, name, form in COLUMNS))
+        self.line(" ".join(f"{cell(record, name, form):>8}" for _, name, form in self.columns))
         self.recent.append(record)
         verdict = diagnose(list(self.recent), self.max_concurrent, self.generations)
-        if verdict.split(":")[0] != self.last_verdict and self.rows % 5 == 0:
+        words = re.sub(r"[\d.]+", "", verdict)
+        if words != self.last_verdict and self.rows % 5 == 0:
             self.line(f"  {verdict}")
-            self.last_verdict = verdict.split(":")[0]
+            self.last_verdict = words
 
     def write(self, line: str) -> None:
         """Append to metrics.jsonl; where the disk is full the whole line is missing, and the run goes on."""

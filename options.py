@@ -96,6 +96,9 @@ class Options:
     num_completions_to_print: int | None = option(None, "how many of them (none = all)")
 
     # Objective
+    objective: str = choice(
+        "grpo", ["grpo", "distill"], "what is trained on: rewards, or what a teacher thinks of the samples"
+    )
     score_centering: bool = option(
         True, "subtract the expected score under the sampler at every trained token"
     )
@@ -117,6 +120,23 @@ class Options:
         None, "weight of the load balancing of a mixture of experts (none = the model's own, 0 = off)"
     )
     loss_normalization: str = choice("step", ["step", "microbatch"], "what the loss is divided by")
+
+    # Distillation
+    teacher_server_urls: list[str] | None = option(
+        None, "teachers: words name=url, or a JSON object (none = default=http://localhost:8001)"
+    )
+    teacher_top_k: int = option(8, "most likely tokens a teacher names at every position")
+    teacher_temperature: float = option(
+        1.0, "temperature of student and teacher in the divergence; only if the teacher's server honours it"
+    )
+    beta: float = option(
+        0.0,
+        "divergence: 0 = KL(teacher || student), 1 = KL(student || teacher), between them generalised JSD",
+    )
+    add_tail_bucket: bool = option(True, "the tokens a teacher does not name are one more outcome")
+    distill_coef: float = option(
+        0.0, "weight of the divergence from a teacher, added to the loss of --objective grpo"
+    )
 
     # Low-rank adapters
     lora_r: int = option(
@@ -190,10 +210,22 @@ class Options:
         if self.epsilon_high is None:
             self.epsilon_high = self.epsilon
         self.gradient_checkpointing = str(self.gradient_checkpointing).lower()
+        self.teacher_server_urls = parse_teachers(self.teacher_server_urls)
+        if self.has_teachers and not self.replay:
+            self.teacher_server_urls = self.teacher_server_urls or {"default": "http://localhost:8001"}
 
     @property
     def embedded(self) -> bool:
         return self.vllm_server_base_url == ["embedded"]
+
+    @property
+    def distills(self) -> bool:
+        """Is the divergence from a teacher all that is trained on?"""
+        return self.objective == "distill"
+
+    @property
+    def has_teachers(self) -> bool:
+        return self.distills or self.distill_coef != 0
 
     @property
     def compute_dtype(self) -> str:
@@ -213,10 +245,23 @@ def parse_object(name: str, value) -> dict:
     return parsed
 
 
+def parse_teachers(value) -> dict[str, str] | None:
+    """Name -> URL, from such a dict, its JSON text, or words name=url."""
+    if not value or isinstance(value, dict):
+        return value or None
+    words = [value] if isinstance(value, str) else value
+    if words[0].startswith("{"):
+        return parse_object("teacher_server_urls", " ".join(words))
+    pairs = [word.partition("=") for word in words]
+    if len({name for name, _, _ in pairs}) < len(pairs) or not all(name and url for name, _, url in pairs):
+        raise OptionError(f"--teacher_server_urls: words name=url, each name once, not {' '.join(words)}")
+    return {name: url for name, _, url in pairs}
+
+
 SCHEDULE_KWARGS = {"cosine": {"num_cycles"}, "cosine_with_min_lr": {"num_cycles", "min_lr", "min_lr_rate"}}
 # option, whether its value is fine, what is allowed
 RANGES = [
-    ("num_generations", lambda v: v >= 2, "at least 2: an advantage compares rollouts of one prompt"),
+    ("num_generations", lambda v: v >= 1, "at least 1"),
     ("max_completion_length", lambda v: v >= 1, "at least 1"),
     ("max_tool_calling_iterations", lambda v: v is None or v >= 1, "at least 1, or none"),
     ("temperature", lambda v: v > 0, "above 0: a greedy sampler has no log-probabilities to train on"),
@@ -237,6 +282,10 @@ RANGES = [
     ("epsilon_high", lambda v: v >= 0, "0 or more"),
     ("vllm_importance_sampling_clip_min", lambda v: v is None or v >= 0, "0 or more, or none"),
     ("vllm_importance_sampling_clip_max", lambda v: v is None or v > 0, "above 0, or none"),
+    ("teacher_top_k", lambda v: v >= 1, "at least 1"),
+    ("teacher_temperature", lambda v: v > 0, "above 0"),
+    ("beta", lambda v: 0 <= v <= 1, "in [0, 1]"),
+    ("distill_coef", lambda v: v >= 0, "0 (no teacher) or more"),
     ("router_aux_loss_coef", lambda v: v is None or v >= 0, "0 or more, or none"),
     ("lora_r", lambda v: v >= 0, "0 (off) or more"),
     ("lora_alpha", lambda v: v > 0, "above 0"),
@@ -272,7 +321,7 @@ def check(options: Options) -> Options:
     low, high = options.vllm_importance_sampling_clip_min, options.vllm_importance_sampling_clip_max
     if low is not None and high is not None and low >= high:
         raise OptionError(f"--vllm_importance_sampling_clip_min {low} must be below ..._clip_max {high}")
-    if (options.top_p < 1 or options.min_p > 0) and options.top_k == 0:
+    if (options.top_p < 1 or options.min_p > 0) and options.top_k == 0 and not options.distills:
         raise OptionError(
             "--top_p below 1 and --min_p above 0 need --top_k, which bounds the candidate set that "
             "log-probabilities are renormalised over: without it an unchanged policy has a ratio other "
@@ -296,17 +345,32 @@ def check(options: Options) -> Options:
             "--max_steps and --eval_dataset have no effect with --rollout_only: nothing is trained, and "
             "--num_train_epochs bounds it"
         )
-    for url in options.vllm_server_base_url:
-        if url != "embedded" and not url.startswith(("http://", "https://")):
+    check_objective(options)
+    named = [("vllm_server_base_url", url) for url in options.vllm_server_base_url if url != "embedded"]
+    named += [("teacher_server_urls", url) for url in (options.teacher_server_urls or {}).values()]
+    for name, url in named:
+        if not str(url).startswith(("http://", "https://")):
             raise OptionError(
-                f"--vllm_server_base_url {url}: a URL starts with http:// or https://, such as "
-                "http://localhost:8000"
+                f"--{name} {url}: a URL starts with http:// or https://, such as http://localhost:8000"
             )
     if "embedded" in options.vllm_server_base_url and not options.embedded:
         raise OptionError(
             "--vllm_server_base_url embedded stands alone: it cannot be mixed with other servers"
         )
     return options
+
+
+def check_objective(options: Options) -> None:
+    if options.num_generations < 2 and not options.distills:
+        raise OptionError(
+            "--num_generations is 1; it must be at least 2: an advantage compares rollouts of one prompt. "
+            "One will do for --objective distill"
+        )
+    if options.has_teachers and options.beta == 1 and not options.add_tail_bucket:
+        raise OptionError(
+            "--beta 1 needs --add_tail_bucket true: the one token of its support would be renormalised to 1 "
+            "on both sides, and nothing would be learnt"
+        )
 
 
 def check_schedule(options: Options) -> None:
@@ -327,9 +391,22 @@ def check_schedule(options: Options) -> None:
 
 
 LORA = ["alpha", "rslora", "dropout", "target_modules", "modules_to_save"]
+TEACHER = ["teacher_server_urls", "teacher_top_k", "teacher_temperature", "beta", "add_tail_bucket"]
+POLICY = [
+    *("score_centering", "score_centering_tail", "num_sampler_logprobs", "epsilon", "epsilon_high"),
+    *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max", "distill_coef"),
+]
 
 # options that do something only in some mode: when they do nothing, and why
 IDLE = [
+    *(
+        (name, lambda o: not o.has_teachers, "without --objective distill or --distill_coef")
+        for name in TEACHER
+    ),
+    *((name, lambda o: o.distills, "with --objective distill, which has no policy term") for name in POLICY),
+    ("on_reward_error", lambda o: o.distills and not o.eval_dataset, "with --objective distill: no rewards"),
+    ("teacher_server_urls", lambda o: o.replay, "with --replay: a recording holds what the teachers said"),
+    ("teacher_top_k", lambda o: o.replay, "with --replay: a recording holds what the teachers said"),
     *((f"lora_{name}", lambda o: not o.lora_r, "without --lora_r") for name in LORA),
     ("merge_on_save", lambda o: not o.lora_r, "without --lora_r"),
     ("score_centering_tail", lambda o: not o.score_centering, "with --score_centering false"),

@@ -27,6 +27,8 @@ def needed_logprobs(options: Options) -> int | None:
     """Log-probabilities a token of the answer carries: the top list, 0 = the sampled one's, None = none."""
     if options.rollout_only and not options.record:
         return None  # nothing is trained on them, now or in a replay
+    if options.distills:
+        return None  # the divergence compares the trainer's with a teacher's
     return options.num_sampler_logprobs if options.score_centering else 0
 
 

@@ -73,6 +73,7 @@ from task import (
     opened,
     tools_of,
 )
+from teachers import Teachers, check_rows, teacher_of
 
 SCORE_QUEUE = 16  # groups that wait to be scored, and as many that are being scored
 TICK_S = 0.05  # heartbeat, and how soon a new allowance is noticed
@@ -145,6 +146,7 @@ class RolloutLoop:
         self.metrics = MetricsBuffer()
         self.routing = Routing(options, link, self.metrics)
         self.loads = self.routing.loads
+        self.teachers = Teachers(options, self.metrics) if options.teacher_server_urls else None
         self._helpers = ThreadPoolExecutor(4, thread_name_prefix="helper")
         self._tasks: set[asyncio.Task] = set()
         self._ready_to_close = False
@@ -275,6 +277,8 @@ class RolloutLoop:
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=CLOSE_S)
             self.routing.close()
+            if self.teachers:
+                self.teachers.close()
             self.caller.threads.shutdown(wait=False, cancel_futures=True)
             self._helpers.shutdown(wait=False, cancel_futures=True)
             if self._ready_to_close:
@@ -323,7 +327,7 @@ class RolloutLoop:
         self.eval_rows = eval_rows(options.eval_dataset, self.task) if options.eval_dataset else []
         self.renderer = Renderer(self.tokenizer, options.chat_template_kwargs or {}, self.eos_ids)
         self.environments = Environments(self.task.environments)
-        check_tools(self.task, self.environments, self.renderer)
+        check_tools(self.task, self.environments, self.renderer, rewarded=not options.distills)
         self.rewards = Rewards(self.task.rewards, options.on_reward_error, self.record)
         epochs = math.inf if options.max_steps > 0 else options.num_train_epochs
         self.prompts = Prompts(self.task.dataset, epochs, position, finished)
@@ -401,6 +405,8 @@ class RolloutLoop:
     async def _start_group(self, prompt: Prompt) -> None:
         """Start all rollouts of a prompt, as the servers' and the resource limit allow."""
         check_row(prompt.row, self.task, f"dataset row {prompt.row_index}")
+        if self.teachers:
+            teacher_of(prompt.row.get("teacher_id"), self.teachers.servers, f"dataset row {prompt.row_index}")
         self._unfinished += self.options.num_generations
         await self._launch(prompt, self._run_rollout)
 
@@ -478,7 +484,7 @@ class RolloutLoop:
             raise RolloutError(f"{kind}.reset failed on {where}: {type(error).__name__}: {error}") from error
         group.prompts[index] = opened(group.prompts[index], text, where)
         rollout = await self._play(flight, index, tools_of(environment))
-        if hasattr(environment, "get_reward"):
+        if hasattr(environment, "get_reward") and (flight.prefix or not self.options.distills):
             flight.earned[index] = kind, await self._environment_reward(kind, environment)
         self.environments.give_back(name, environment)
         return rollout
@@ -516,10 +522,17 @@ class RolloutLoop:
             record("rollout/fork_frac", (sum(d > 0 for d in drift), len(drift)))
             record("rollout/drift_tokens_mean", (sum(drift), len(drift)))
             record("rollout/drift_tokens_max", max(drift, default=0))
+        if self.options.distills:  # there is nothing that a group would have to be complete for
+            flight.samples[index] = await self._teach(flight, index)
         flight.left -= 1
         if flight.left == 0:
             await self._to_scoring(flight)
         self._changed.set()
+
+    async def _teach(self, flight: Flight, index: int) -> list[Sample]:
+        """A rollout's samples as its teacher has scored them."""
+        named = flight.group.reward_kwargs.get("teacher_id", [None])[0]
+        return await self.teachers.score(flight.samples[index], named, self.vocabulary)
 
     async def _to_scoring(self, flight: Flight) -> None:
         self._finished_groups += 1
@@ -546,15 +559,13 @@ class RolloutLoop:
             self._changed.set()
 
     async def _score(self, flight: Flight) -> None:
-        """Rewards and advantages of a finished group, then its message."""
-        group, count = flight.group, len(flight.group.rollouts)
-        sources = await self.rewards.sources(flight.group, flight.abandoned, flight.earned)
-        group.rewards = total_rewards(sources, count)
-        advantages = np.asarray(self.compute_advantages(group), dtype=np.float64)
-        if advantages.shape != (count,) or not np.isfinite(advantages).all():
-            raise RolloutError(f"compute_advantages must return {count} finite numbers, not {advantages}")
-        reason = drop_reason(group.rewards)
-        self._record_group(flight, reason)
+        """What a finished group is worth, then its message."""
+        group = flight.group
+        sources, advantages, reason = await self._judge(flight)
+        if self.teachers and not self.options.distills and reason is None:
+            taught = [self._teach(flight, index) for index in range(len(group.rollouts))]
+            flight.samples = await asyncio.gather(*taught)
+        self._record_completions(flight)
         if self.options.log_completions:
             await self._log_completions(completion_lines(group, sources, advantages))
         samples = [s for samples in flight.samples for s in samples]
@@ -574,15 +585,29 @@ class RolloutLoop:
         if reason is not None:  # its tokens are given back: they are neither held nor sent
             self.send(GroupMessage(group.group_id, [], reason, self.prompts.size, generated))
         else:
-            self._sent_tokens += flight.tokens
+            self._sent_tokens += sum(len(sample) for sample in samples)  # as the trainer will count them
             self.send(GroupMessage(group.group_id, samples, None, self.prompts.size, generated))
 
-    def _record_group(self, flight: Flight, reason: str | None) -> None:
-        rewards = flight.group.rewards[~np.isnan(flight.group.rewards)].tolist()
+    async def _judge(self, flight: Flight) -> tuple[dict, np.ndarray, str | None]:
+        """Rewards by source, advantages, and why the group teaches nothing; a distillation has none of it."""
+        group, count = flight.group, len(flight.group.rollouts)
+        if self.options.distills:
+            group.rewards = np.full(count, np.nan)
+            return {}, np.zeros(count), None
+        sources = await self.rewards.sources(group, flight.abandoned, flight.earned)
+        group.rewards = total_rewards(sources, count)
+        advantages = np.asarray(self.compute_advantages(group), dtype=np.float64)
+        if advantages.shape != (count,) or not np.isfinite(advantages).all():
+            raise RolloutError(f"compute_advantages must return {count} finite numbers, not {advantages}")
+        reason = drop_reason(group.rewards)
+        self._record_rewards(group.rewards, reason)
+        return sources, advantages, reason
+
+    def _record_rewards(self, rewards: np.ndarray, reason: str | None) -> None:
+        rewards = rewards[~np.isnan(rewards)].tolist()
         self.metrics.record("reward", rewards)
         self.metrics.record("frac_reward_zero_std", (int(reason is not None), 1))
         self.metrics.record("reward_dropped", [] if reason is None else rewards)
-        self._record_completions(flight)
 
     async def _log_completions(self, lines: list[dict]) -> None:
         """All to a file in output_dir, and one group of every version to the console."""
@@ -694,9 +719,11 @@ def check_task(task: Task, loop: type[RolloutLoop], options) -> None:
     """ValueError for a task that the loop can make nothing of, or an option without effect on it."""
     if task.dataset is None and options.max_steps < 1:
         raise ValueError(f"task {task.name} has no dataset, so nothing ends the run: set --max_steps")
+    if options.teacher_server_urls:
+        check_rows(task.dataset, options.teacher_server_urls)
     if loop.generate_one is not RolloutLoop.generate_one:
         return
-    if not task.rewards and not task.environments:
+    if not task.rewards and not task.environments and (options.eval_dataset or not options.distills):
         raise ValueError(f"task {task.name} has no rewards: nothing would be learnt")
     if options.max_tool_calling_iterations is not None and not task.tools and not task.environments:
         raise ValueError(f"--max_tool_calling_iterations has no effect: task {task.name} has no tools")

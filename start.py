@@ -216,9 +216,7 @@ def load_model(options: Options, ranks: Ranks):
     """
     attention.register()
     model = pretrained.skeleton(pretrained.read_config(options), options)
-    tokenizer = AutoTokenizer.from_pretrained(
-        options.model, trust_remote_code=options.trust_remote_code, **pretrained.source_of(options)
-    )
+    tokenizer = load_tokenizer(options)
     if options.chat_template:  # checkpoints keep what was trained with
         tokenizer.chat_template = read_template(options.chat_template)
     for module in model.modules():  # under dropout the ratio of an unchanged policy would not be 1
@@ -243,6 +241,12 @@ def load_model(options: Options, ranks: Ranks):
     if compiles(options, ranks.device):
         compile_layers(model)
     return model, tokenizer
+
+
+def load_tokenizer(options: Options):
+    return AutoTokenizer.from_pretrained(
+        options.model, trust_remote_code=options.trust_remote_code, **pretrained.source_of(options)
+    )
 
 
 def beside_language_model(model) -> list[torch.nn.Module]:

@@ -72,6 +72,7 @@ from start import (
     start_embedded,
 )
 from sync import WeightSync
+from teachers import check_teachers
 
 PATIENCE_S = 60.0  # rank 0 tells the others this often that it still waits for rollouts
 
@@ -96,6 +97,8 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
         step, version, progress = resume(start, model, optimizer, scheduler)
         vocabulary = model.get_input_embeddings().num_embeddings
         servers = reach_servers(options, embedded, vocabulary) if needs_servers else []
+        if ranks.rank == 0 and rollouts is None:
+            check_teachers(options, tokenizer, vocabulary)
         sync = sync or WeightSync(servers, options.vllm_server_timeout, ranks.device)
         budget = token_budget(options, servers, ranks)
         checkpoint_layers(model, recomputing_layers(options, model, budget, ranks))
@@ -140,7 +143,7 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
                     break
                 if feed:
                     feed.begin()
-                row, tokens = batch.row, batch.trained_tokens
+                row, tokens, teachers = batch.row, batch.trained_tokens, batch.teachers
                 with watch("perf/fwd_bwd_s", on_device=True):
                     total, stats = forward_backward(
                         model, row, tokens, objective, options, scale.value, watch
@@ -151,7 +154,7 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
                 if not closes or step + 1 != options.max_steps:  # while the device is busy
                     batch = next_batch(feed, ranks, ahead_for=version + updates)
                 window.add("loss", (total, row.terms))
-                term_metrics(window, stats, row)
+                term_metrics(window, stats, row, teachers)
                 trained_tokens += tokens
                 microbatches += 1
             if microbatches == 0 or batch == PREEMPTED:  # a server may be gone already: nothing more is sent
@@ -371,8 +374,13 @@ def log(
 
 
 def make_objective(options: Options) -> Objective:
+    policy = score_centering if options.score_centering else clipped_surrogate
     return Objective(
-        policy=score_centering if options.score_centering else clipped_surrogate,
+        policy=None if options.distills else policy,
+        distill_coef=1.0 if options.distills else options.distill_coef,
+        beta=options.beta,
+        add_tail_bucket=options.add_tail_bucket,
+        teacher_temperature=options.teacher_temperature,
         score_centering_tail=options.score_centering_tail,
         epsilon=options.epsilon,
         epsilon_high=options.epsilon_high,

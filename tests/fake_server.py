@@ -81,6 +81,13 @@ def token_choice_of(ids: list[int], entries: list[dict], finish_reason: str, wid
     }
 
 
+def teacher_entry(token: int, place: int, count: int) -> dict:
+    """What a teacher says of a token at a place: it prefers the ids from 3 on, whatever came before."""
+    named = {3 + i: -0.5 - i for i in range(count)}
+    named = {token: named.get(token, -9.0), **named}  # the actual one first, as vLLM sends them
+    return {str(i): {"logprob": logp, "rank": None, "decoded_token": ""} for i, logp in named.items()}
+
+
 class Http(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128  # connections that arrive at once; with fewer some wait a second
@@ -92,6 +99,10 @@ class FakeServer:
         self.answer = random_answer
         self.requests: list[dict] = []
         self.calls: list[tuple[str, dict]] = []
+        self.teach = teacher_entry  # (token, place, count, [temperature]) -> its entry of prompt_logprobs
+        self.max_logprobs = 20
+        self.tokenize = lambda text: list(text.encode())
+        self.scoring = self.most_scoring = 0  # requests of teachers' students at once
         self.delay_s = 0.0  # every completion takes this long
         self.tokens = False  # is there a token endpoint too?
         self.masks = False  # does it name the tokens that could be sampled?
@@ -198,6 +209,8 @@ class FakeServer:
             self.reply(http, 400, {"error": {"message": "Token id is out of vocabulary"}})
         elif step == "200" and self.masks and not body["top_k"]:
             self.reply(http, 400, {"error": {"message": "a sampling mask requires top_k"}})
+        elif step == "200" and (isinstance(body["prompt"], str) or body.get("prompt_logprobs")):
+            self.reply(http, *self.scores(body))
         elif step == "200" and tokens:
             self.reply(http, 200, {"choices": [self.token_choice(body)]})
         elif step in ("truncated", "cut"):  # by whoever wrote it; on its way
@@ -215,6 +228,20 @@ class FakeServer:
                 step if isinstance(step, tuple) else (int(step), {"error": {"message": "scripted"}})
             )
             self.reply(http, status, content)
+
+    def scores(self, body: dict) -> tuple[int, dict]:
+        """What a teacher's server answers."""
+        prompt, count = body["prompt"], body.get("prompt_logprobs") or 0
+        if count > self.max_logprobs:
+            limit = f"which is greater than max allowed: {self.max_logprobs}"
+            text = f"Requested prompt logprobs of {count}, {limit}"
+            return 400, {"error": {"message": text}}
+        ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
+        if len(ids) >= self.max_model_len:
+            return 400, {"error": {"message": "max_tokens must be at least 1, got 0."}}
+        entries = [None] + [self.teach(token, place, count) for place, token in enumerate(ids) if place]
+        choice = {"finish_reason": "length", "token_ids": [2], "prompt_token_ids": ids, "logprobs": None}
+        return 200, {"choices": [choice | {"prompt_logprobs": entries}]}
 
     def token_choice(self, body: dict) -> dict:
         ids, entries, finish_reason = self.answer(body)

@@ -57,6 +57,7 @@ def feed_of(producer, ranks=1, budget=20, max_staleness=4, epochs=1.0, progress=
         num_train_epochs=epochs,
         max_steps=-1,
         gradient_accumulation_steps=accumulation,
+        teacher_server_urls=None,
     )
     planner = Planner(ranks, budget, RowCost(token=1.0, pair=0.001))
     return Feed(producer, planner, progress or Progress(), options)

@@ -68,22 +68,36 @@ def records(output_dir: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def finished_run(tmp_path_factory):
+def teacher():
+    process, url = serve.launch(["--model", "tiny", "--port", "0", "--dtype", "float32"], 60)
+    yield url
+    process.terminate()
+    process.wait(10)
+
+
+@pytest.fixture(scope="module", params=["grpo", "distill"])
+def finished_run(tmp_path_factory, request, teacher):
     """Six steps on two ranks, and two more after a resume."""
     output_dir = tmp_path_factory.mktemp("loop") / "out"
-    first = run(output_dir, "--max_steps", "6", "--save_steps", "6")
+    taught = ["--objective", "distill", "--teacher_server_urls", f"same={teacher}"]
+    objective = taught if request.param == "distill" else []
+    first = run(output_dir, *objective, "--max_steps", "6", "--save_steps", "6")
     assert first.returncode == 0, first.stdout + first.stderr
     before = records(output_dir)
-    more = ["--max_steps", "8", "--resume_from_checkpoint", "true"]
+    more = [*objective, "--max_steps", "8", "--resume_from_checkpoint", "true"]
     second = run(output_dir, *more)
     assert second.returncode == 0, second.stdout + second.stderr
     return output_dir, before, first.stdout, second.stdout
 
 
 def test_the_first_step_of_an_unchanged_policy_has_ratio_one(finished_run):
+    """Nor is it any way from a teacher with the same weights."""
     _, before, _, _ = finished_run
-    assert before[0]["sampling/sampling_logp_difference/max"] < 1e-4
-    assert before[0]["sampling/masked_mean"] == 0
+    distance = {"sampling/sampling_logp_difference/max": 1e-4, "teacher_jsd/same": 1e-5}
+    found = {name: bound for name, bound in distance.items() if name in before[0]}
+    assert found and all(abs(before[0][name]) < bound for name, bound in found.items())
+    assert before[0].get("teacher_tokens_frac/same", 1) == 1 and before[0].get("teacher_signal_frac", 1) == 1
+    assert before[0].get("sampling/masked_mean", 0) == 0
     assert before[0]["sample/staleness_max"] == 0
 
 
@@ -103,7 +117,7 @@ def test_a_resumed_run_goes_on_at_the_next_step(finished_run):
     seventh = records(output_dir)[6]
     assert seventh["epoch"] > before[-1]["epoch"]
     # versions count on, and the first update went out before the first prompt
-    assert seventh["sampling/sampling_logp_difference/max"] < 1e-4
+    assert seventh.get("sampling/sampling_logp_difference/max", 0) < 1e-4
 
 
 ALWAYS = """
@@ -281,16 +295,18 @@ def test_after_an_update_the_server_samples_from_the_trainers_weights(server):
     assert np.all(server.complete([1, 2], max_tokens=4, seed=0).versions == 7)
 
 
-def test_replayed_losses_are_equal_bit_for_bit(tmp_path):
-    """The same samples in the same rows: no server is started, and nothing is rounded otherwise."""
+def test_replayed_losses_are_equal_bit_for_bit(tmp_path, teacher):
+    """The same samples in the same rows: no server is asked, no teacher, and nothing is rounded otherwise."""
     recorded = str(tmp_path / "groups.jsonl")
-    runs = {"live": ["--record", recorded], "replayed": ["--replay", recorded]}
-    found = {}
+    taught = ["--teacher_server_urls", f"same={teacher}"]
+    runs = {"live": ["--record", recorded, *taught], "replayed": ["--replay", recorded]}
+    found, names = {}, ("loss", "grad_norm", "reward_kept", "teacher_jsd/same", "teacher_tokens_frac/same")
     for name, arguments in runs.items():
-        done = run(tmp_path / name, *arguments, "--max_steps", "3", "--save_steps", "0")
+        arguments += ["--distill_coef", "0.5", "--max_steps", "3", "--save_steps", "0"]
+        done = run(tmp_path / name, *arguments)
         assert done.returncode == 0, done.stdout + done.stderr
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        found[name] = [(r["loss"], r["grad_norm"], r["reward_kept"]) for r in map(json.loads, lines)]
+        found[name] = [[r[name] for name in names] for r in map(json.loads, lines)]
     assert len(found["live"]) == 3 and found["replayed"] == found["live"]
 
 

@@ -86,9 +86,10 @@ def test_a_divergence_is_averaged_over_the_terms_that_have_one():
         "aux_loss": torch.tensor(2.5),
     }
     window = Window()
-    term_metrics(window, stats, SimpleNamespace(target=torch.arange(3)))
+    row = SimpleNamespace(target=torch.arange(3), sample=torch.tensor([0, 0, 1]))
+    term_metrics(window, stats, row, ["a", "b"])
     window.settle()
-    expected = {"entropy": 1.0, "jsd": 0.3, "teacher_signal_frac": 2 / 3, "aux_loss": 2.5}
+    expected = {"entropy": 1.0, "jsd": 0.3, "teacher_jsd/a": 0.2, "teacher_jsd/b": 0.4, "aux_loss": 2.5}
     assert window.values() == pytest.approx(expected)
 
 

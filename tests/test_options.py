@@ -29,6 +29,10 @@ def test_defaults_are_valid_and_documented():
         ("learning_rate", -1.0),
         ("max_grad_norm", 0.0),
         ("epsilon", 1.0),
+        ("beta", 1.5),
+        ("teacher_top_k", 0),
+        ("teacher_temperature", 0.0),
+        ("distill_coef", -1.0),
         ("router_aux_loss_coef", -0.1),
         ("weight_sync_steps", 0),
         ("eval_steps", 0),
@@ -58,6 +62,19 @@ def test_a_value_out_of_range_is_refused_with_its_name_and_range(name, value):
         ({"num_completions_to_print": 4}, "no effect without --log_completions"),
         ({"max_steps": 5, "num_train_epochs": 1.0}, "no effect with --max_steps"),
         ({"max_steps": 5, "warmup_steps": 5}, "--warmup_steps 5 leaves nothing"),
+        ({"num_generations": 1}, "at least 2: an advantage compares"),
+        ({"beta": 0.5}, "--beta has no effect without --objective distill or --distill_coef"),
+        ({"teacher_top_k": 4}, "--teacher_top_k has no effect without"),
+        ({"teacher_temperature": 2.0}, "--teacher_temperature has no effect without"),
+        ({"add_tail_bucket": False}, "--add_tail_bucket has no effect without"),
+        ({"teacher_server_urls": {"a": "http://x"}}, "--teacher_server_urls has no effect without"),
+        ({"objective": "distill", "epsilon": 0.1}, "--epsilon has no effect with --objective distill"),
+        ({"objective": "distill", "score_centering": False}, "--score_centering has no effect with"),
+        ({"objective": "distill", "vllm_importance_sampling_clip_max": 2.0}, "no effect with --objective"),
+        ({"objective": "distill", "distill_coef": 0.5}, "--distill_coef has no effect with --objective"),
+        ({"objective": "distill", "on_reward_error": "skip"}, "--on_reward_error has no effect"),
+        ({"objective": "distill", "beta": 1.0, "add_tail_bucket": False}, "--beta 1 needs"),
+        ({"objective": "distill", "teacher_server_urls": ["a=b"]}, "--teacher_server_urls b: a URL starts"),
         ({"learning_rate": float("inf")}, "--learning_rate is inf"),
         ({"vllm_importance_sampling_clip_min": 5.0}, "must be below"),
         ({"vllm_server_base_url": ["embedded", "http://x"]}, "stands alone"),
@@ -74,6 +91,20 @@ def test_a_value_out_of_range_is_refused_with_its_name_and_range(name, value):
 def test_combinations_that_cannot_work_are_refused(values, text):
     with pytest.raises(OptionError, match=text):
         check(Options(**{"model": "m", "task": "t", **values}))
+
+
+def test_teachers_are_words_or_an_object_and_one_is_the_default():
+    distill = ["--objective", "distill", "--teacher_server_urls"]
+    urls = {"a": "http://x:1", "b": "http://y?z=1"}
+    assert parse([*distill, "a=http://x:1", "b=http://y?z=1"]).teacher_server_urls == urls
+    assert parse([*distill, json.dumps(urls)]).teacher_server_urls == urls
+    assert parse(distill[:2]).teacher_server_urls == {"default": "http://localhost:8001"}
+    assert parse([]).teacher_server_urls is None
+    check(Options(model="m", task="t", objective="distill", num_generations=1, top_p=0.9))
+    check(Options(model="m", task="t", distill_coef=0.5, beta=0.5, teacher_server_urls=urls))
+    for words in (["http://x"], ["a=http://x", "a=http://y"], ["=http://x"]):
+        with pytest.raises(OptionError, match="words name=url, each name once"):
+            parse([*distill, *words])
 
 
 def test_the_command_line_wins_over_a_file(tmp_path):
@@ -153,4 +184,4 @@ def test_a_bad_command_line_is_one_line_and_exit_code_2(arguments, capsys):
 
 def test_the_list_of_options_grows_by_decision_only():
     """Adding an option is a decision: add it here too, and to README."""
-    assert len(dataclasses.fields(Options)) == 81
+    assert len(dataclasses.fields(Options)) == 88
