@@ -3,6 +3,8 @@
 import json
 import resource
 import shutil
+import threading
+from functools import partial
 
 import pytest
 import torch
@@ -152,3 +154,86 @@ def test_a_full_disk_is_one_error_and_leaves_nothing_behind(tmp_path, limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
     assert newest(tmp_path) == whole
+
+
+# ---- beside the training
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Writing waits until this event is set."""
+    event, inner = threading.Event(), checkpoint.dcp.save
+
+    def save(*arguments, **kwargs):
+        assert event.wait(30)
+        return inner(*arguments, **kwargs)
+
+    monkeypatch.setattr(checkpoint.dcp, "save", save)
+    yield event
+    event.set()
+
+
+def test_a_save_holds_what_the_weights_were_when_it_was_asked_for(tmp_path, held):
+    model, optimizer, tokenizer = tiny()
+    train_a_step(model, optimizer, 1)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    saver = saver_of(tmp_path, model, optimizer, tokenizer)
+    saver.save(1, state_at(1))  # returns while nothing can be written
+    assert saver.saved is None and newest(tmp_path) is None
+    train_a_step(model, optimizer, 2)
+    held.set()
+    saver.wait()
+    assert newest(tmp_path) == saver.saved == tmp_path / "checkpoint-1"
+    exported = AutoModelForCausalLM.from_pretrained(saver.saved, dtype="float32")
+    other, other_optimizer, _ = tiny()
+    checkpoint.load(saver.saved, other, other_optimizer)
+    for loaded in (exported, other):
+        assert all(torch.equal(before[name], p) for name, p in loaded.named_parameters())
+    assert {int(s["step"]) for s in other_optimizer.state.values()} == {1}
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path, held):
+    model, optimizer, tokenizer = tiny()
+    saver = saver_of(tmp_path, model, optimizer, tokenizer)
+    saver.save(1, state_at(1))
+    threading.Timer(0.5, held.set).start()
+    saver.save(2, state_at(2))
+    assert saver.saved.name == "checkpoint-1"
+    saver.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_a_wait_for_a_save_says_so_and_has_an_end(tmp_path, held, monkeypatch, capsys):
+    monkeypatch.setattr("client.FIRST_NOTICE_S", 0.2)
+    model, optimizer, tokenizer = tiny()
+    saver = saver_of(tmp_path, model, optimizer, tokenizer)
+    saver.save(1, state_at(1))
+    with pytest.raises(RuntimeError, match="not written within 1 s"):
+        saver.wait(1.0)
+    assert "for the checkpoint to be written" in capsys.readouterr().out
+    monkeypatch.setattr(checkpoint, "LAST_SAVE_S", 0.5)
+    saver.close()  # a run that ends does not wait for ever, and raises nothing over its own error
+
+
+def test_a_save_that_fails_beside_the_training_is_said_and_the_next_one_works(tmp_path, monkeypatch, capsys):
+    model, optimizer, tokenizer = tiny()
+    saver = saver_of(tmp_path, model, optimizer, tokenizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.Layout, "fill", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        saver.save(1, state_at(1))
+        saver.thread.join()
+    assert "OSError: disk full; training goes on from memory, free some space" in capsys.readouterr().out
+    saver.save(2, state_at(2))
+    saver.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+def test_large_models_are_written_as_several_files_with_an_index(tmp_path, monkeypatch):
+    model, optimizer, tokenizer = tiny()
+    monkeypatch.setattr(checkpoint, "Layout", partial(checkpoint.Layout, file_bytes=200_000))
+    path = save(tmp_path, 1, model, optimizer, tokenizer, only_model=True)
+    files = sorted(path.glob("model-*.safetensors"))
+    assert len(files) > 3 and files[0].name.endswith(f"of-{len(files):05d}.safetensors")
+    assert all(file.stat().st_size < 210_000 for file in files)
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))

@@ -11,14 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from replay import ListRollouts, NoSync, random_groups
 from safetensors.torch import load_file, save_file
 from test_attention import FAMILIES, TINY, backward, random_samples, row_logp, separate_logp, tiny_model
 
 import attention
 import pretrained
 import start
+import train
 from options import OptionError, Options
-from sync import full_tensor
+from sync import full_tensor, sent_parameters
 
 ROOT = Path(__file__).parent.parent
 VISION = dict(depth=2, hidden_size=32, intermediate_size=32, num_heads=2, patch_size=4, spatial_merge_size=2)
@@ -125,14 +127,53 @@ def test_a_vision_language_model_gives_a_row_of_text_what_it_gives_each_sample(f
     torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-4)
 
 
+class Sent(NoSync):
+    """Notes what a server would be given."""
+
+    def send(self, model, version):
+        super().send(model, version)
+        self.names = {entry[0] for entry in sent_parameters(model)}
+        self.model = model
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_a_vision_language_model_is_trained_on_text(models, tmp_path, monkeypatch, alone, family):
+    """What lies outside its language model is never sent, has no optimizer state, is exported as it was."""
+    optimizers, inner = [], train.make_optimizer
+    monkeypatch.setattr(train, "make_optimizer", lambda *a: optimizers.append(inner(*a)) or optimizers[-1])
+    options = Options(
+        model=str(models / family),
+        bf16=False,
+        token_budget=200,
+        max_steps=2,
+        learning_rate=1e-2,
+        max_staleness=9,
+        output_dir=str(tmp_path),
+        vllm_importance_sampling_clip_min=None,
+        vllm_importance_sampling_clip_max=None,
+    )
+    sync = Sent()
+    saved = train.train(options, rollouts=ListRollouts(random_groups(12, vocabulary=40)), sync=sync)
+    before, after = (
+        {n: t for file in path.glob("*.safetensors") for n, t in load_file(file).items()}
+        for path in (models / family, saved)
+    )
+    assert before.keys() == after.keys()
+    moved = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    seen = {name for name in before if any(word in name for word in ("visual", "vision", "multi_modal"))}
+    assert seen and moved == sync.names == before.keys() - seen
+    trained = {id(p) for p in optimizers[0][0].state}
+    frozen = [p for p in sync.model.parameters() if not p.requires_grad]
+    assert frozen and trained.isdisjoint(map(id, frozen))
+    transformers.AutoModelForImageTextToText.from_pretrained(saved)
+
+
 # ---- what is refused
 
 
 @pytest.fixture
-def alone():
+def group_of_one(alone):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def changed(models: Path, to: Path, edit) -> Options:
@@ -164,7 +205,7 @@ def changed(models: Path, to: Path, edit) -> Options:
     ],
     ids=["missing", "unexpected", "shape", "tie", "quantized"],
 )
-def test_files_that_do_not_fit_the_model_are_refused_by_name(models, tmp_path, alone, edit, words):
+def test_files_that_do_not_fit_the_model_are_refused_by_name(models, tmp_path, group_of_one, edit, words):
     options = changed(models, tmp_path / "model", edit)
     ranks = start.Ranks(0, 1, torch.device("cpu"), None, None)
     with pytest.raises(ValueError, match=words):
@@ -172,7 +213,7 @@ def test_files_that_do_not_fit_the_model_are_refused_by_name(models, tmp_path, a
 
 
 @pytest.mark.parametrize("family", ["Nemotron", "Mamba"])
-def test_an_architecture_that_cannot_be_trained_on_trees_is_refused_by_name(tmp_path, alone, family):
+def test_an_architecture_that_cannot_be_trained_on_trees_is_refused_by_name(tmp_path, group_of_one, family):
     tiny_model(family, torch.float32).save_pretrained(tmp_path)
     shutil.copy(ROOT / "tiny/tokenizer.json", tmp_path)
     ranks = start.Ranks(0, 1, torch.device("cpu"), None, None)
@@ -188,7 +229,7 @@ def test_a_setting_that_the_config_does_not_know_is_refused(models):
         pretrained.read_config(options)
 
 
-def test_weights_can_be_rounded_as_they_are_read(models, alone):
+def test_weights_can_be_rounded_as_they_are_read(models, group_of_one):
     ranks = start.Ranks(0, 1, torch.device("cpu"), None, None)
     path = str(models / "Llama")
     model, _ = start.load_model(Options(model=path, dtype="bfloat16"), ranks)
