@@ -28,6 +28,7 @@ import traceback
 from collections import Counter, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -36,6 +37,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lora import read_adapter, scaling
 from sync import GlooGroup, packed_chunks
 
 FILTERED = -9999.0  # how a log-probability of -inf is written in JSON
@@ -227,6 +229,75 @@ def uniforms(seed: int, count: int) -> np.ndarray:
     return generator.integers(0, 1 << 32, size=count) / float(1 << 32)
 
 
+# ------------------------------------------------------------------------------------------- adapters
+@dataclass(eq=False)
+class Adapter:
+    """A low-rank adapter (lora.py), in the served dtype."""
+
+    name: str
+    path: str
+    scaling: float
+    layers: dict[str, list[torch.Tensor]]  # name of a linear layer -> A [r, in], B [out, r]
+
+
+class Adapters:
+    """Adapters beside the model's linear layers, several of them in one forward:
+
+        y[rows] += scaling * (x[rows] A^T) B^T        rows: the tokens of the adapter's requests
+
+    in the trainer's own order of operations. Loading and unloading happen beside the forwards: a request
+    keeps the adapter it came with (tests/test_adapters.py::test_a_request_keeps_an_adapter_that_is_unloaded).
+    """
+
+    def __init__(self, model, options):
+        self.device, self.dtype = model.device, model.dtype
+        self.options = options
+        self.loaded: dict[str, Adapter] = {}
+        self.parts: list[tuple[Adapter, slice | torch.Tensor]] = []  # of the next forward, with their rows
+        self.linear = {}
+        if options.enable_lora:  # an expert sees some of the tokens only, and nobody tells which
+            decoder = {id(module) for module in model.get_decoder().modules()}
+            named = ((name, m) for name, m in model.named_modules() if id(m) in decoder)
+            linear = {name: m for name, m in named if isinstance(m, torch.nn.Linear)}
+            self.linear = {name: m for name, m in linear.items() if ".experts." not in name}
+        for name, module in self.linear.items():
+            module.register_forward_hook(functools.partial(self.add, name))
+
+    def load(self, name: str, path: str) -> None:
+        """Read a folder of PEFT's. Raises for an adapter that does not fit the model or the options."""
+        if not self.options.enable_lora:
+            raise ValueError("LoRA is not enabled. Use --enable-lora to enable LoRA.")
+        if len(self.loaded) >= self.options.max_loras:
+            raise ValueError(f"--max_loras {self.options.max_loras} adapters are loaded: unload one")
+        config, layers = read_adapter(Path(path))
+        rank, limit = config["r"], self.options.max_lora_rank
+        if rank > limit:
+            raise ValueError(f"LoRA rank {rank} is greater than max_lora_rank {limit}.")
+        for layer, matrices in layers.items():
+            shape = self.linear[layer].weight.shape if layer in self.linear else None
+            if [tuple(m.shape) for m in matrices] != [(rank, shape[1]), (shape[0], rank)] if shape else True:
+                raise ValueError(f"{path}: {layer} is no linear layer of this model with these shapes")
+            layers[layer] = [m.to(self.device, self.dtype) for m in matrices]
+        scale = scaling(rank, config["lora_alpha"], config.get("use_rslora", False))
+        self.loaded[name] = Adapter(name, path, scale, layers)
+
+    def share(self, wanted: list[Adapter | None], counts: list[int]) -> None:
+        """The next forward's tokens are counts[i] of wanted[i], one after the other."""
+        self.parts = []
+        for adapter in set(wanted) - {None}:
+            own = np.repeat([other is adapter for other in wanted], counts)  # [N]
+            rows = slice(None) if own.all() else torch.from_numpy(own.nonzero()[0]).to(self.device)
+            self.parts.append((adapter, rows))
+
+    def add(self, layer: str, module, arguments, output: torch.Tensor) -> None:
+        """After a linear layer: [..., N, in] in, [..., N, out] out, changed in place."""
+        for adapter, rows in self.parts:
+            if layer in adapter.layers:
+                down, up = adapter.layers[layer]
+                low = F.linear(arguments[0][..., rows, :], down)  # [..., n, r]
+                output[..., rows, :] += F.linear(low, up) * adapter.scaling
+
+
 # ------------------------------------------------------------------------------------------- requests
 @dataclass(eq=False)
 class Request:
@@ -237,6 +308,7 @@ class Request:
     eos_ids: frozenset[int]  # empty with ignore_eos
     stop_ids: frozenset[int]
     uniforms: np.ndarray  # [most tokens to generate] float64, one per generated token
+    adapter: Adapter | None = None  # stays its own when its name is unloaded meanwhile
     prompt_length: int = field(init=False)
     computed: int = 0  # leading tokens whose keys and values are in the cache
     logp: list[float] = field(default_factory=list)
@@ -350,6 +422,7 @@ class Engine:
             raise ValueError(f"--max_model_len {self.max_model_len}: {options.model} has {limit} positions")
         self.capacity = options.max_num_seqs * self.max_model_len  # tokens
         self.cache = SlotCache(options.max_num_seqs, self.max_model_len)
+        self.adapters = Adapters(self.model, options)
         self.weights = WeightReceiver(self.model, options.transfer_timeout)
         self.version = "default"
         self.running: list[Request] = []  # by slot: the decoding ones, then those with tokens to prefill
@@ -507,6 +580,8 @@ class Engine:
                 rows.append(first + end - start - 1)
                 ready.append(request)
             request.computed = end
+        owners = [(self.running[slot].adapter, end - start) for slot, _, start, end in runs]
+        self.adapters.share(*zip(*owners, strict=True))
         logits = self.forward(tokens, runs, self.decoding, rows + scored_rows)
         self.decoding = len(ready)
         self.score_prompts(logits[len(ready) :], scored)

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 
@@ -44,7 +44,7 @@ class LoraLinear(torch.nn.Linear):
         device = linear.weight.device
         self.lora_A = torch.nn.Parameter(torch.empty(rank, self.in_features, device=device))
         self.lora_B = torch.nn.Parameter(torch.empty(self.out_features, rank, device=device))
-        self.scaling = alpha / (math.sqrt(rank) if stabilised else rank)
+        self.scaling = scaling(rank, alpha, stabilised)
         self.dropout = dropout
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,6 +65,10 @@ class LoraLinear(torch.nn.Linear):
         return DTensor.from_local(
             local, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride()
         )
+
+
+def scaling(rank: int, alpha: float, stabilised: bool) -> float:
+    return alpha / (math.sqrt(rank) if stabilised else rank)
 
 
 def add_adapters(model, options) -> None:
@@ -198,3 +202,21 @@ def save_adapter(path: Path, state: dict[str, torch.Tensor], options) -> None:
     }
     (path / "adapter_config.json").write_text(json.dumps(config, indent=1))
     save_file(state, path / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def read_adapter(path: Path) -> tuple[dict, dict[str, list[torch.Tensor]]]:
+    """The configuration in a folder of PEFT's, and [A, B] of every adapted layer, by the layer's name.
+
+    ValueError names what is more than two matrices beside linear layers.
+    """
+    config = json.loads((path / "adapter_config.json").read_text())
+    more = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+    if odd := [name for name in more if config.get(name)]:
+        raise ValueError(f"{path}: an adapter with {', '.join(odd)} cannot be served")
+    state, layers = load_file(path / "adapter_model.safetensors"), {}
+    for key in sorted(state):  # A before B
+        match = re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", key)
+        if not match:
+            raise ValueError(f"{path}: {key} is no matrix of a linear layer's adapter")
+        layers.setdefault(match[1], []).append(state[key])
+    return config, layers

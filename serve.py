@@ -61,6 +61,9 @@ def parser() -> argparse.ArgumentParser:
     add("--device", default="auto", help="auto, cpu, cuda or cuda:<index>")
     add("--seed", type=int, default=0, help="seeds the requests that bring no seed")
     add("--served_model_name", default="", help="the model's name in requests and answers; default: --model")
+    add("--enable_lora", action="store_true", help="take low-rank adapters, at /v1/load_lora_adapter")
+    add("--max_loras", type=at_least(1), default=1, help="adapters loaded at once")
+    add("--max_lora_rank", type=at_least(1), default=16, help="highest rank of an adapter")
     add("--transfer_timeout", type=float, default=300.0, help="longest wait in a weight transfer, in seconds")
     add("--exit_with_parent", action="store_true", help="end when standard input is closed")
     return parser
@@ -134,7 +137,8 @@ def read_settings(body: dict, engine: Engine) -> SimpleNamespace:
         if body.get(name) not in neutral:
             raise Refusal(400, f"the embedded server does not implement {name}", name)
     settings = {name: read(body, name, *field) for name, field in FIELDS.items()}
-    if settings["model"] not in (None, engine.name):
+    settings["adapter"] = engine.adapters.loaded.get(settings["model"])
+    if settings["model"] not in (None, engine.name) and settings["adapter"] is None:
         message = f"The model `{settings['model']}` does not exist. Valid aliases: {engine.name}."
         raise Refusal(404, message, "model")
     settings["top_k"] = min(settings["top_k"], engine.vocab_size)
@@ -181,7 +185,8 @@ def requests_of(body: dict, engine: Engine) -> list[Request]:
         seed = int(engine.seeds.integers(1 << 62)) if settings.seed is None else settings.seed
         for i in range(settings.n):
             stop_ids = frozenset(settings.stop_token_ids)
-            requests.append(Request(list(prompt), settings, eos_ids, stop_ids, uniforms(seed + i, count)))
+            drawn = uniforms(seed + i, count)
+            requests.append(Request(list(prompt), settings, eos_ids, stop_ids, drawn, settings.adapter))
     return requests
 
 
@@ -194,7 +199,7 @@ def completion_answer(engine: Engine, requests: list[Request]) -> dict:
         "id": f"cmpl-{uuid.uuid4().hex[:16]}",
         "object": "text_completion",
         "created": int(time.time()),
-        "model": engine.name,
+        "model": requests[0].settings.model or engine.name,
         "choices": [choice(engine, index, request) for index, request in enumerate(requests)],
         "usage": {"prompt_tokens": prompt_tokens, "total_tokens": total, "completion_tokens": generated},
     }
@@ -251,8 +256,10 @@ def health(call: Handler) -> str:
 
 def models(call: Handler) -> dict:
     engine = call.engine
-    model = {"id": engine.name, "object": "model", "root": engine.options.model, "parent": None}
-    return {"object": "list", "data": [model | {"max_model_len": engine.max_model_len}]}
+    rows = [(engine.name, engine.options.model, None, engine.max_model_len)]
+    rows += [(a.name, a.path, engine.name, None) for a in list(engine.adapters.loaded.values())]
+    keys = ("id", "root", "parent", "max_model_len")
+    return {"object": "list", "data": [dict(zip(keys, row, strict=True), object="model") for row in rows]}
 
 
 def server_info(call: Handler) -> dict:
@@ -260,11 +267,12 @@ def server_info(call: Handler) -> dict:
     engine, options = call.engine, call.engine.options
     model = {"dtype": str(engine.model.dtype), "max_model_len": engine.max_model_len}
     model |= {"max_logprobs": options.max_logprobs, "logprobs_mode": "processed_logprobs"}
+    lora = {"max_loras": options.max_loras, "max_lora_rank": options.max_lora_rank}
     config = {
         "model_config": model | {"generation_config": "vllm", "served_model_name": engine.name},
         "cache_config": {"kv_cache_size_tokens": engine.capacity, "enable_prefix_caching": False},
         "scheduler_config": {"max_num_seqs": options.max_num_seqs},
-        "lora_config": None,
+        "lora_config": lora if options.enable_lora else None,
         "weight_transfer_config": {"backend": "gloo"},
     }
     return {"vllm_config": config}
@@ -336,6 +344,23 @@ def finish_update(call: Handler) -> dict:
     return {"message": "Weight update finished"}
 
 
+def load_adapter(call: Handler) -> str:
+    name, path = (call.required(field, str) for field in ("lora_name", "lora_path"))
+    if name in (call.engine.name, *call.engine.adapters.loaded):
+        raise Refusal(400, f"The lora adapter '{name}' has already been loaded.")
+    if call.engine.options.enable_lora and not os.path.isfile(os.path.join(path, "adapter_config.json")):
+        raise Refusal(404, f"Loading lora {name} failed: No adapter found for {path}")
+    call.engine.adapters.load(name, path)
+    return f"Success: LoRA adapter '{name}' added successfully."
+
+
+def unload_adapter(call: Handler) -> str:
+    name = call.required("lora_name", str)
+    if call.engine.adapters.loaded.pop(name, None) is None:
+        raise Refusal(404, f"The lora adapter '{name}' cannot be found.")
+    return f"Success: LoRA adapter '{name}' removed successfully."
+
+
 ROUTES = {
     "GET /health": health,
     "GET /version": lambda call: {"version": VERSION},
@@ -346,6 +371,8 @@ ROUTES = {
     "GET /weight_info": lambda call: {"weight_version": call.engine.version},
     "GET /metrics": metrics,
     "POST /v1/completions": completions,
+    "POST /v1/load_lora_adapter": load_adapter,
+    "POST /v1/unload_lora_adapter": unload_adapter,
     "POST /pause": pause,
     "POST /resume": resume,
     "POST /init_weight_transfer_engine": init_weight_transfer,
@@ -408,8 +435,8 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(400, "the body must be a JSON object", "body")
         return body
 
-    def required(self, name: str) -> dict:
-        value = read(self.body(), name, dict)
+    def required(self, name: str, kind: type = dict):
+        value = read(self.body(), name, kind)
         if value is None:
             raise Refusal(400, f"{name}: Field required", name)
         return value
@@ -452,7 +479,12 @@ def start(model: str, **options) -> Server:
     """Serve `model` from this process, on a free port; the options are those of the command line. Close it
     before the interpreter ends: its thread may be inside torch."""
     options = {"model": model, "port": 0, **options}
-    return Server(parser().parse_args([f"--{name}={value}" for name, value in options.items()]))
+    return Server(parser().parse_args(words(options)))
+
+
+def words(options: dict) -> list[str]:
+    """Options as words of the command line; True is a flag."""
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
 
 
 def launch(arguments: list[str], timeout_s: float) -> tuple[subprocess.Popen, str]:

@@ -180,8 +180,7 @@ def start_embedded(options: Options, ranks: Ranks, ends: ExitStack) -> Popen:
         "max_logprobs": max(options.top_k, options.num_sampler_logprobs),
         "transfer_timeout": options.vllm_server_timeout,
     }
-    words = [str(word) for name, value in arguments.items() for word in (f"--{name}", value)]
-    process = serve.begin(words)
+    process = serve.begin(serve.words(arguments))
     ends.callback(serve.end, process)
     return process
 
