@@ -184,7 +184,7 @@ def tree_attention(
     if torch.is_autocast_enabled(query.device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(query.device.type)
     query, key, value = (
-        tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value)
+        tensor.squeeze(0).transpose(0, 1).to(dtype) for tensor in (query, key, value)
     )  # [N, H or G, D]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if compiling:

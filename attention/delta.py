@@ -30,7 +30,8 @@ from dataclasses import dataclass, field
 from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
-from types import SimpleNamespace
+from inspect import unwrap
+from types import FunctionType, SimpleNamespace
 
 import numpy as np
 import torch
@@ -86,29 +87,13 @@ def _segments(subtree_end, depth) -> Segments:
     return Segments(bounds, np.array(parent), np.array(level))
 
 
-def _ancestors(segments: Segments, width: int) -> np.ndarray:
-    """[S, W-1]: the tokens in front of each segment on its path, the nearest last; -1 past the root."""
-    before = np.full((len(segments.parent), width - 1), -1)
-    for segment, parent in enumerate(segments.parent):
-        if parent >= 0:
-            own = np.arange(segments.start[parent], segments.start[parent + 1])
-            before[segment] = np.append(before[parent], own)[-(width - 1) :]
-    return before
-
-
 # ---- the convolution
 
 
 def convolve(x, weight, bias, activation, plan: Plan):
     """Causal convolution along paths of `x` [N, E] with `weight` [E, W] and `bias` [E] or None -> [N, E]."""
-    fla = None if plan.plain else _kernels(x)
-    if fla and activation in ("silu", "swish", None):
-        before, state, layout = plan(_conv_states, weight.shape[1])
-        # In float32, so that what children send back to a token they share is not summed in 16 bits.
-        taken = F.pad(x.index_select(0, before).float(), (0, 0, 1, 0))  # [1+T, E]
-        options = dict(cu_seqlens=layout.start, chunk_indices=layout.chunks, activation=activation)
-        initial = taken[state].mT.contiguous()  # [S, E, W]
-        return fla.convolve(x[None], weight, bias, initial_state=initial, **options)[0][0]
+    if _kernels(x, plan) and activation in ("silu", "swish", None):
+        return _ConvolveOnTrie.apply(x, weight, bias, activation, *plan(_conv_states, weight.shape[1]))
     exact = torch.promote_types(x.dtype, torch.float32)
     tokens, place = plan(_conv_paths, weight.shape[1])
     taken = F.pad(x.to(exact), (0, 0, 0, 1)).index_select(0, tokens)  # [N + S (W-1), E]
@@ -219,7 +204,8 @@ def _rule_torch(q, k, v, g, beta, plan: Plan):
 
 # What is used of the package, by its names of version 0.6.
 FLA = {
-    "convolve": "fla.modules.causal_conv1d.causal_conv1d",
+    "convolve": "fla.modules.causal_conv1d.causal_conv1d_fwd",
+    "convolve_back": "fla.modules.causal_conv1d.causal_conv1d_bwd",
     "norm": "fla.modules.norm.l2norm.l2norm_fwd",
     "norm_back": "fla.modules.norm.l2norm.l2norm_bwd",
     "cumsum": "fla.ops.utils.chunk_local_cumsum",
@@ -248,9 +234,21 @@ def _fla() -> SimpleNamespace | None:
         ) from error
 
 
-def _kernels(x) -> SimpleNamespace | None:
-    """flash-linear-attention where it is installed and made for the tensor, else None."""
-    return _fla() if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) else None
+@cache
+def _for_wide_heads(function):
+    """`chunk_bwd_dqkwg` without its refusal of Hopper cards under Triton 3.4 to 3.7.0.
+
+    What is compiled wrongly there is a tile of 64, and heads of more than 64 take tiles of 128
+    (tests/test_delta.py::test_kernels_are_as_close_to_float64_as_the_package_on_each_path).
+    """
+    function = unwrap(function)
+    scope = function.__globals__ | {"IS_NVIDIA_HOPPER": False}
+    return FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+
+
+def _kernels(x, plan: Plan) -> bool:
+    """Whether flash-linear-attention is installed and made for the tensor."""
+    return not plan.plain and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and _fla() is not None
 
 
 def _layout(segments: Segments, device) -> SimpleNamespace:
@@ -280,13 +278,41 @@ def _layout(segments: Segments, device) -> SimpleNamespace:
         arrays += [bounds, first[listed], parent, np.bincount(parent, minlength=slots)]
         slots = len(listed)
         slot[listed[::-1]] = np.arange(slots)[::-1]  # the segment itself, not the gap behind it
-    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(device)
-    start, chunks, *rest = flat.split([array.size for array in arrays])
+    # One copy to the device. Each array starts at a multiple of 16 bytes: kernels are compiled per alignment.
+    padded = [np.pad(array.ravel(), (0, array.size % 2)) for array in arrays]
+    parts_ = torch.from_numpy(np.concatenate(padded)).to(device).split([array.size for array in padded])
+    start, chunks, *rest = (part[: array.size] for part, array in zip(parts_, arrays, strict=True))
     levels = [
         SimpleNamespace(bounds=bounds, chunk=chunk, parent=parent, children=children)
         for bounds, chunk, parent, children in zip(*(rest[i::4] for i in range(4)), strict=True)
     ]
     return SimpleNamespace(start=start, chunks=chunks.view(-1, 2), levels=levels)
+
+
+class _ConvolveOnTrie(torch.autograd.Function):
+    """`convolve` by kernels."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, activation, before, state, layout):
+        options = dict(activation=activation, cu_seqlens=layout.start, chunk_indices=layout.chunks)
+        ctx.rest = before, state, options
+        ctx.save_for_backward(x, weight, bias)
+        taken = F.pad(x.index_select(0, before).float(), (0, 0, 1, 0))  # [1+T, E]
+        options["initial_state"] = taken[state].mT.contiguous()  # [S, E, W]
+        return _fla().convolve(x=x[None], weight=weight, bias=bias, residual=None, **options)[0][0]
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, bias = ctx.saved_tensors
+        before, state, options = ctx.rest
+        dx, dweight, dbias, _, dstate = _fla().convolve_back(
+            x=x[None], dy=dy[None].contiguous(), dht=None, weight=weight, bias=bias, residual=None, **options
+        )
+        # What children send back to a token they share is summed in float32, and without atomics.
+        dtaken = dstate.new_zeros(len(before) + 1, x.shape[1])  # [1+T, E]
+        dtaken.index_put_((state,), dstate.mT, accumulate=True)
+        dx = dx[0].index_add_(0, before, dtaken[1:].to(dx))
+        return dx, dweight, dbias, None, None, None, None
 
 
 class _RuleOnTrie(torch.autograd.Function):
@@ -316,7 +342,8 @@ class _RuleOnTrie(torch.autograd.Function):
         h, rest = _states(k, w, u, g, layout)
         drest = fla.rest_back(q=q, k=k, g=g, do=doutput, scale=ctx.scale, **where)
         dh, drest = _states_back(q, k, w, g, doutput, drest, ctx.scale, layout)
-        dq, dk, dw, dg = fla.output_back(
+        output_back = _for_wide_heads(fla.output_back) if q.shape[3] > 64 else fla.output_back
+        dq, dk, dw, dg = output_back(
             q=q, k=k, v=rest, w=w, g=g, h=h, dv=drest, do=doutput, dh=dh, scale=ctx.scale, **where
         )
         dk_solve, dv, dbeta, dg_solve = fla.solve_back(
@@ -379,9 +406,9 @@ def recur(q, k, v, g, beta, normalise: bool, plan: Plan):
 
     q is scaled by K^-1/2, after q and k are divided by their length where `normalise` asks for it.
     """
-    if normalise and not plan.plain and _kernels(v) and max(q.shape[2], v.shape[2]) <= 256:
+    if normalise and _kernels(v, plan) and max(q.shape[2], v.shape[2]) <= 256:
         rows = (x[None].contiguous() for x in (q.to(v), k.to(v), v, g.float(), beta))
-        return _RuleOnTrie.apply(*rows, plan(_layout))[0]
+        return _RuleOnTrie.apply(*rows, plan(_layout)).squeeze(0)
     exact = torch.promote_types(v.dtype, torch.float32)
     with torch.autocast(v.device.type, enabled=False):
         q, k, v_exact, g, beta = (x.to(exact) for x in (q, k, v, g, beta))
@@ -416,8 +443,7 @@ def _convolution_of(function):
     def convolution(x, weight, bias=None, activation=None, tree=None, **others):
         if tree is None:
             return function(x, weight, bias, activation=activation, **others)
-        _require(tree, x.shape[0], x.shape[2], others)
-        return convolve(x[0].mT, weight, bias, activation, tree.recurrence).mT[None]
+        return _convolve_row(tree, others, x, weight, bias, activation)
 
     convolution.on_trie = True
     return convolution
@@ -427,14 +453,29 @@ def _rule_of(function):
     @wraps(function)
     def rule(query, key, value, g, beta, use_qk_l2norm_in_kernel=False, tree=None, **others):
         if tree is None:
-            inputs = dict(g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
-            return function(query, key, value, **inputs, **others)
-        _require(tree, value.shape[0], value.shape[1], others)
-        rows = (x[0] for x in (query, key, value, g, beta))
-        return recur(*rows, use_qk_l2norm_in_kernel, tree.recurrence)[None], None
+            others |= dict(g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+            return function(query, key, value, **others)
+        return _recur_row(tree, others, query, key, value, g, beta, use_qk_l2norm_in_kernel), None
 
     rule.on_trie = True
     return rule
+
+
+# Compiled layers break here: the plan is made in numpy, and one row's must not become part of the graph.
+# squeeze, not [0]: the gradient of that is zeros and a copy, here in a layout that slows what follows.
+@torch.compiler.disable
+def _convolve_row(tree, others: dict, x, weight, bias, activation):
+    """`x` [1, E, N] -> [1, E, N]."""
+    _require(tree, x.shape[0], x.shape[2], others)
+    return convolve(x.squeeze(0).mT, weight, bias, activation, tree.recurrence).mT[None]
+
+
+@torch.compiler.disable
+def _recur_row(tree, others: dict, query, key, value, g, beta, normalise: bool):
+    """`query`, `key` [1, N, G, K], `value` [1, N, H, V], `g`, `beta` [1, N, H] -> [1, N, H, V]."""
+    _require(tree, value.shape[0], value.shape[1], others)
+    rows = (x.squeeze(0) for x in (query, key, value, g, beta))
+    return recur(*rows, normalise, tree.recurrence)[None]
 
 
 def _require(tree, batch: int, length: int, others: dict) -> None:

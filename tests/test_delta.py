@@ -215,6 +215,89 @@ def test_levels_list_every_segment_once(samples):
     assert sorted(seen) == list(range(len(segments.parent)))
 
 
+# ---- the kernels
+
+kernels = pytest.mark.skipif(
+    not torch.cuda.is_available() or delta._fla() is None,
+    reason="needs a CUDA device and flash-linear-attention",
+)
+
+
+def on_row_and_on_paths(run, samples, tensors, gradient):
+    """Relative errors of output and gradients against float64: of a row in one call, of its samples alone."""
+    row = pack([make_sample(ids) for ids in samples]).to("cuda")
+    tokens, path = [], []  # of every sample, in the row
+    for ids in samples:
+        path = [0] * len(ids)
+        start = 0
+        for depth, token in enumerate(ids):
+            inside = (row.position_ids == depth) & (row.input_ids == token)
+            inside &= torch.arange(len(row.input_ids), device="cuda") >= start
+            path[depth] = start = int(inside.nonzero()[0])
+        tokens.append(torch.tensor(path, device="cuda"))
+
+    def results(plan, dtype, at=slice(None), part=1.0):
+        leaves = [x.to(dtype or x.dtype).requires_grad_() for x in tensors]
+        rows = [x[at] if len(x) == len(gradient) else x for x in leaves]
+        output = run(*rows, plan)
+        grads = torch.autograd.grad(output, leaves, (gradient[at] * part).to(output.dtype))
+        return [output.detach().double(), *(x.double() for x in grads)]
+
+    share = torch.bincount(torch.cat(tokens), minlength=len(gradient)).reciprocal()  # [N]
+    exact, found = (
+        results(delta.Plan(row.subtree_end, row.position_ids, plain), dtype)
+        for plain, dtype in ((True, torch.float64), (False, None))
+    )
+    apart = [torch.zeros_like(x) for x in exact]
+    for at in tokens:
+        end = torch.full((len(at),), len(at), dtype=torch.int32, device="cuda")
+        plan = delta.Plan(end, torch.arange(len(at), device="cuda"), False)
+        part = share[at].view(-1, *[1] * (gradient.dim() - 1))
+        output, *grads = results(plan, None, at, part)
+        apart[0][at] = output
+        for total, grad in zip(apart[1:], grads, strict=True):
+            total += grad
+    return [[float((a - b).norm() / b.norm()) for a, b in zip(x, exact, strict=True)] for x in (found, apart)]
+
+
+LONG = [
+    [1] * 70 + [2] * 90,
+    [1] * 70 + [2] * 30 + [3],
+    [1] * 70 + [4] * 2,
+    [1] * 9,
+    [5] * 130,
+    [5] * 64 + [6] * 64,
+]
+
+
+@kernels
+@pytest.mark.parametrize("heads", [(16, 32, 128), (4, 4, 128), (2, 4, 256)])
+def test_kernels_are_as_close_to_float64_as_the_package_on_each_path(heads):
+    torch.manual_seed(0)
+    groups, values, size = heads
+    length = len(pack([make_sample(ids) for ids in LONG]).input_ids)
+    draw_ = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    tensors = [draw_(length, groups, size), draw_(length, groups, size), draw_(length, values, size)]
+    tensors += [-torch.rand(length, values, device="cuda"), torch.rand(length, values, device="cuda")]
+    run = lambda q, k, v, g, beta, plan: delta.recur(q, k, v, g, beta, True, plan)  # noqa: E731
+    row, alone = on_row_and_on_paths(run, LONG, tensors, draw_(length, values, size))
+    assert all(a <= 1.2 * b for a, b in zip(row, alone, strict=True)), (row, alone)
+
+
+@kernels
+def test_convolution_kernels_are_as_close_to_float64_as_on_each_path():
+    torch.manual_seed(0)
+    samples = random_samples(5, longest=90)
+    length = len(pack([make_sample(ids) for ids in samples]).input_ids)
+    x, weight, gradient = (
+        torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+        for shape in ((length, 96), (96, 4), (length, 96))
+    )
+    run = lambda x, weight, plan: delta.convolve(x, weight, None, "silu", plan)  # noqa: E731
+    row, alone = on_row_and_on_paths(run, samples, [x, weight], gradient)
+    assert all(a <= 1.2 * b for a, b in zip(row, alone, strict=True)), (row, alone)
+
+
 # ---- models
 
 
@@ -276,6 +359,21 @@ def test_a_bf16_row_is_as_close_to_float64_as_its_samples_alone():
         results(rough, separate_logp),
     )
     assert (row - wanted).norm() <= 1.2 * (alone - wanted).norm()
+
+
+def test_compiled_layers_give_what_plain_ones_give_on_rows_of_any_length():
+    model = hybrid("Qwen3_5Text")
+    layer = model.model.layers[0]
+    graphs = []
+    compiled = torch.compile(layer, dynamic=True, backend=lambda graph, _: graphs.append(graph) or graph)
+    counts = []
+    for seed in (1, 2, 3):
+        row = pack([make_sample(ids) for ids in random_samples(seed, longest=20)]).to("cpu")
+        x = torch.randn(1, len(row.input_ids), 32, dtype=torch.float64)
+        inputs = dict(position_embeddings=None, attention_mask=None, **attention.index(row))
+        torch.testing.assert_close(compiled(x, **inputs), layer(x, **inputs))
+        counts.append(len(graphs))
+    assert counts[1] == counts[2]
 
 
 @pytest.fixture(scope="module")
