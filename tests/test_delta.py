@@ -31,7 +31,7 @@ from test_attention import (
 from test_train import ROOT, gradients
 
 import attention
-from attention import delta
+from attention import delta, delta_kernels
 from packing import pack, row_cost_from_config
 from sync import sent_parameters
 
@@ -192,7 +192,7 @@ def test_convolution_follows_the_path_through_segments_of_any_length(samples, wi
 def test_levels_list_every_segment_once(samples):
     """What lets kernels made for sequences walk a trie: levels of neighbours, gaps that hold no token."""
     plan, _ = plan_of_row(samples)
-    layout, segments = plan(delta._layout), plan.made[None]
+    layout, segments = plan(delta_kernels.layout_of), plan.made[None]
     seen, above = [], None
     for number, level in enumerate(layout.levels):
         bounds = level.bounds.tolist()
@@ -218,7 +218,7 @@ def test_levels_list_every_segment_once(samples):
 # ---- the kernels
 
 kernels = pytest.mark.skipif(
-    not torch.cuda.is_available() or delta._fla() is None,
+    not torch.cuda.is_available() or delta_kernels._fla() is None,
     reason="needs a CUDA device and flash-linear-attention",
 )
 

@@ -1,0 +1,222 @@
+"""The layers of delta.py by the kernels of flash-linear-attention, a whole trie in one launch of each.
+
+What a kernel does inside chunks of a sequence is right on a trie once every segment is a sequence of its own.
+Two hand states from chunk to chunk: they are launched once per level, and children start from what their
+parent left. The convolution needs no levels, since its states are W - 1 tokens of the input.
+
+    forward    norms, decay, the triangular solve │ states: level 0, 1, ... │ output
+    backward   the solve, states: level 0, 1, ... │ their gradients: ..., 1, 0 │ everything else
+
+The package is optional and imported where it is first used. What is taken from it are the functions below its
+public one, which has no parent for a sequence, and which would gather and launch all of them for each level.
+
+Letters as in delta.py: N tokens, S segments, P chunks, W and E width and channels of the convolution, G
+query/key heads, H value heads, K and V their sizes; n listed segments of a level.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import unwrap
+from types import FunctionType, SimpleNamespace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+CHUNK = 64  # tokens, what the kernels are tuned for
+LOG2E = math.log2(math.e)  # they take decays to base 2
+
+# What is used of the package, by its names of version 0.6.
+FLA = {
+    "convolve": "fla.modules.causal_conv1d.causal_conv1d_fwd",
+    "convolve_back": "fla.modules.causal_conv1d.causal_conv1d_bwd",
+    "norm": "fla.modules.norm.l2norm.l2norm_fwd",
+    "norm_back": "fla.modules.norm.l2norm.l2norm_bwd",
+    "cumsum": "fla.ops.utils.chunk_local_cumsum",
+    "solve": "fla.ops.gated_delta_rule.chunk_fwd.chunk_gated_delta_rule_fwd_intra",
+    "solved": "fla.ops.gated_delta_rule.wy_fast.recompute_w_u_fwd",
+    "solve_back": "fla.ops.gated_delta_rule.wy_fast.prepare_wy_repr_bwd",
+    "states": "fla.ops.common.chunk_delta_h.chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
+    "states_back": "fla.ops.common.chunk_delta_h.chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64",
+    "output": "fla.ops.common.chunk_o.chunk_fwd_o",
+    "rest_back": "fla.ops.common.chunk_o.chunk_bwd_dv_local",
+    "output_back": "fla.ops.common.chunk_o.chunk_bwd_dqkwg",
+}
+
+
+@cache
+def _fla() -> SimpleNamespace | None:
+    """The functions of FLA, or None where the package is not installed."""
+    if not find_spec("fla"):
+        return None
+    try:
+        places = {name: place.rpartition(".") for name, place in FLA.items()}
+        return SimpleNamespace(**{n: getattr(import_module(m), f) for n, (m, _, f) in places.items()})
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"hybrid models take flash-linear-attention 0.6 (or none), not the one that is installed: {error}"
+        ) from error
+
+
+@cache
+def _for_wide_heads(function):
+    """`chunk_bwd_dqkwg` without its refusal of Hopper cards under Triton 3.4 to 3.7.0.
+
+    What is compiled wrongly there is a tile of 64, and heads of more than 64 take tiles of 128
+    (tests/test_delta.py::test_kernels_are_as_close_to_float64_as_the_package_on_each_path).
+    """
+    function = unwrap(function)
+    scope = function.__globals__ | {"IS_NVIDIA_HOPPER": False}
+    return FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+
+
+def usable(x) -> bool:
+    """Whether the package is installed and made for the tensor."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and _fla() is not None
+
+
+def layout_of(segments, device) -> SimpleNamespace:
+    """The row as the kernels take it: segments are sequences of their own, and levels say what follows what.
+
+    The kernels that pass states along read the start and the end of sequence i at [i] and [i+1], so those of
+    a level must be neighbours. They are made so: its runs of neighbours are listed from last to first, and
+    from the end of one to the start of the next is a sequence of negative length, which the kernels skip
+    (they hand its state on, which nobody reads; tests/test_delta.py::test_levels_list_every_segment_once).
+    """
+    sizes = np.diff(segments.start)
+    parts = -(-sizes // CHUNK)  # [S] chunks
+    first = np.append(0, np.cumsum(parts))  # [S+1]
+    of = np.repeat(np.arange(len(parts)), parts)  # [P]
+    arrays = [segments.start, np.stack([of, np.arange(first[-1]) - first[of]], 1)]
+    slot = np.empty(len(parts), int)  # where a segment is in the list of its level
+    slots = 0
+    for level in range(segments.level.max() + 1):
+        members = np.flatnonzero(segments.level == level)
+        cuts = np.flatnonzero(segments.start[members[1:]] != segments.start[members[:-1] + 1]) + 1
+        bounds, listed = [], []
+        for run in np.split(members, cuts)[::-1]:
+            bounds += [*segments.start[run], segments.start[run[-1] + 1]]
+            listed += [*run, run[-1]]  # the last again for the gap
+        bounds, listed = np.array(bounds), np.array(listed[:-1])
+        parent = slot[segments.parent[listed]] if level else np.zeros(0, int)
+        arrays += [bounds, first[listed], parent, np.bincount(parent, minlength=slots)]
+        slots = len(listed)
+        slot[listed[::-1]] = np.arange(slots)[::-1]  # the segment itself, not the gap behind it
+    # One copy to the device. Each array starts at a multiple of 16 bytes: kernels are compiled per alignment.
+    padded = [np.pad(array.ravel(), (0, array.size % 2)) for array in arrays]
+    parts_ = torch.from_numpy(np.concatenate(padded)).to(device).split([array.size for array in padded])
+    start, chunks, *rest = (part[: array.size] for part, array in zip(parts_, arrays, strict=True))
+    levels = [
+        SimpleNamespace(bounds=bounds, chunk=chunk, parent=parent, children=children)
+        for bounds, chunk, parent, children in zip(*(rest[i::4] for i in range(4)), strict=True)
+    ]
+    return SimpleNamespace(start=start, chunks=chunks.view(-1, 2), levels=levels)
+
+
+class Convolve(torch.autograd.Function):
+    """delta.convolve; `before` [T] tokens in front of segments, `state` [S, W] which of them (1 = the first)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, activation, before, state, layout):
+        options = dict(activation=activation, cu_seqlens=layout.start, chunk_indices=layout.chunks)
+        ctx.rest = before, state, options
+        ctx.save_for_backward(x, weight, bias)
+        taken = F.pad(x.index_select(0, before).float(), (0, 0, 1, 0))  # [1+T, E]
+        options["initial_state"] = taken[state].mT.contiguous()  # [S, E, W]
+        return _fla().convolve(x=x[None], weight=weight, bias=bias, residual=None, **options)[0][0]
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, bias = ctx.saved_tensors
+        before, state, options = ctx.rest
+        dx, dweight, dbias, _, dstate = _fla().convolve_back(
+            x=x[None], dy=dy[None].contiguous(), dht=None, weight=weight, bias=bias, residual=None, **options
+        )
+        # What children send back to a token they share is summed in float32, and without atomics.
+        dtaken = dstate.new_zeros(len(before) + 1, x.shape[1])  # [1+T, E]
+        dtaken.index_put_((state,), dstate.mT, accumulate=True)
+        dx = dx[0].index_add_(0, before, dtaken[1:].to(dx))
+        return dx, dweight, dbias, None, None, None, None
+
+
+class Recur(torch.autograd.Function):
+    """delta.recur: q, k [1, N, G, K], v [1, N, H, V], g, beta [1, N, H]."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, g, beta, layout):
+        fla = _fla()
+        where = dict(cu_seqlens=layout.start, chunk_indices=layout.chunks)
+        ctx.scale = q.shape[-1] ** -0.5
+        (q, q_size), (k, k_size) = fla.norm(q), fla.norm(k)
+        g = fla.cumsum(g, chunk_size=CHUNK, scale=LOG2E, **where)
+        w, u, inverse = fla.solve(k=k, v=v, g=g, beta=beta, **where)
+        h, rest = _states(k, w, u, g, layout)
+        output = fla.output(q=q, k=k, v=rest, h=h, g=g, scale=ctx.scale, **where)
+        ctx.layout = layout
+        ctx.save_for_backward(q, q_size, k, k_size, v, g, beta, inverse)
+        return output
+
+    @staticmethod
+    def backward(ctx, doutput):
+        fla, layout = _fla(), ctx.layout
+        q, q_size, k, k_size, v, g, beta, inverse = ctx.saved_tensors
+        doutput = doutput.contiguous()
+        where = dict(cu_seqlens=layout.start, chunk_indices=layout.chunks)
+        w, u = fla.solved(k=k, v=v, beta=beta, A=inverse, g=g, **where)
+        h, rest = _states(k, w, u, g, layout)
+        drest = fla.rest_back(q=q, k=k, g=g, do=doutput, scale=ctx.scale, **where)
+        dh, drest = _states_back(q, k, w, g, doutput, drest, ctx.scale, layout)
+        output_back = _for_wide_heads(fla.output_back) if q.shape[3] > 64 else fla.output_back
+        dq, dk, dw, dg = output_back(
+            q=q, k=k, v=rest, w=w, g=g, h=h, dv=drest, do=doutput, dh=dh, scale=ctx.scale, **where
+        )
+        dk_solve, dv, dbeta, dg_solve = fla.solve_back(
+            k=k, v=v, beta=beta, g=g, A=inverse, dw=dw, du=drest, **where
+        )
+        dg = fla.cumsum(dg.add_(dg_solve), chunk_size=CHUNK, reverse=True, **where)
+        dq, dk = fla.norm_back(q, q_size, dq), fla.norm_back(k, k_size, dk.add_(dk_solve))
+        return dq.to(q), dk.to(k), dv.to(v), dg, dbeta.to(beta), None
+
+
+def _sizes(k, v) -> dict:
+    length, groups, size = k.shape[1:]
+    return dict(T=length, H=groups, HV=v.shape[2], K=size, V=v.shape[3], BT=CHUNK, STATE_V_FIRST=False)
+
+
+def _states(k, w, u, g, layout) -> tuple:
+    """The state in front of every chunk [1, P, H, K, V], and what remains of the values [1, N, H, V]."""
+    sizes = _sizes(k, u)
+    heads, shape = u.shape[2], (u.shape[2], k.shape[3], u.shape[3])  # H, (H, K, V)
+    h, rest, end = k.new_empty(1, len(layout.chunks), *shape), torch.empty_like(u), None
+    for level in layout.levels:
+        count = len(level.chunk)
+        entry = None if end is None else end.index_select(0, level.parent)  # [n, H, K, V]
+        last = level is layout.levels[-1]
+        end = None if last else torch.empty(count, *shape, dtype=torch.float32, device=k.device)
+        _fla().states[lambda meta: (-(-sizes["V"] // meta["BV"]) * count * heads,)](  # noqa: B023
+            k=k, v=u, w=w, v_new=rest, g=g, gk=None, h=h, h0=entry, ht=end,
+            cu_seqlens=level.bounds, chunk_offsets=level.chunk, **sizes,
+        )  # fmt: skip
+    return h, rest
+
+
+def _states_back(q, k, w, g, doutput, drest, scale, layout) -> tuple:
+    """Gradients of the states [1, P, H, K, V] and, added to `drest`, of the values' rest [1, N, H, V]."""
+    sizes = _sizes(k, doutput)
+    heads, shape = doutput.shape[2], (doutput.shape[2], k.shape[3], doutput.shape[3])
+    dh, total, dend = k.new_empty(1, len(layout.chunks), *shape), torch.empty_like(drest), None
+    for level in reversed(layout.levels):
+        count = len(level.chunk)
+        root = level is layout.levels[0]
+        dentry = None if root else torch.empty(count, *shape, dtype=torch.float32, device=k.device)
+        _fla().states_back[lambda meta: (-(-sizes["V"] // meta["BV"]) * count * heads,)](  # noqa: B023
+            q=q, k=k, w=w, g=g, gk=None, dht=dend, dh0=dentry, do=doutput, dh=dh, dv=drest, dv2=total,
+            cu_seqlens=level.bounds, chunk_offsets=level.chunk, scale=scale, **sizes,
+        )  # fmt: skip
+        if not root:  # children of one are neighbours in the list; summed without atomics, so in one order
+            dend = torch.segment_reduce(dentry, "sum", lengths=level.children, unsafe=True)
+    return dh, total
