@@ -261,7 +261,8 @@ def _rule_of(function):
 
 
 # Compiled layers break here: the plan is made in numpy, and one row's must not become part of the graph.
-# squeeze, not [0]: the gradient of that is zeros and a copy, here in a layout that slows what follows.
+# squeeze, not [0]: the gradient of that is zeros and a copy, here in a layout that makes the products behind
+# it slow (tests/test_delta.py::test_gradients_keep_the_layout_of_what_they_are_of).
 @torch.compiler.disable
 def _convolve_row(tree, others: dict, x, weight, bias, activation):
     """`x` [1, E, N] -> [1, E, N]."""

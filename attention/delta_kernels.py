@@ -17,6 +17,7 @@ query/key heads, H value heads, K and V their sizes; n listed segments of a leve
 from __future__ import annotations
 
 import math
+import warnings
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -50,8 +51,13 @@ FLA = {
 
 @cache
 def _fla() -> SimpleNamespace | None:
-    """The functions of FLA, or None where the package is not installed."""
+    """The functions of FLA, or None, with one warning, where the package is not installed."""
     if not find_spec("fla"):
+        warnings.warn(
+            "recurrent layers run in plain PyTorch, many times slower than by the kernels of "
+            "flash-linear-attention: pip install flash-linear-attention",
+            stacklevel=2,
+        )
         return None
     try:
         places = {name: place.rpartition(".") for name, place in FLA.items()}
@@ -118,7 +124,7 @@ def layout_of(segments, device) -> SimpleNamespace:
 
 
 class Convolve(torch.autograd.Function):
-    """delta.convolve; `before` [T] tokens in front of segments, `state` [S, W] which of them (1 = the first)."""
+    """delta.convolve. `before` [T]: tokens in front of segments; `state` [S, W]: which of them, 1 = first."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, activation, before, state, layout):

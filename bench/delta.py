@@ -38,9 +38,11 @@ def tree_of(row, plain: bool = False) -> dict:
 
 def fla_rule(starts):
     """flash-linear-attention's own call, over sequences [S+1]."""
+    from fla.ops.common import chunk_o
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from fla.ops.utils.index import prepare_chunk_indices
 
+    chunk_o.IS_NVIDIA_HOPPER = False  # heads of 128 need no such refusal: delta_kernels._for_wide_heads
     options = dict(cu_seqlens=starts, chunk_indices=prepare_chunk_indices(starts, delta.CHUNK))
     return partial(chunk_gated_delta_rule, use_qk_l2norm_in_kernel=True, **options)
 
