@@ -443,7 +443,7 @@ def test_the_text_of_a_vision_language_wrapper_trains_on_tries(family):
 @pytest.mark.parametrize("family", ["Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText"])
 def test_flops_of_a_hybrid_are_two_for_each_weight_a_token_meets(family):
     model = hybrid(family, torch.float32)
-    share = {"experts": EXPERTS["num_experts_per_tok"] / EXPERTS["num_experts"], "shared_expert_gate": 0}
+    share = {"experts": EXPERTS["num_experts_per_tok"] / EXPERTS["num_experts"]}
     total = 0.0
     for name, weight in model.model.named_parameters():
         if weight.dim() > 1 and "embed" not in name:
