@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lora import read_adapter, scaling
-from sync import GlooGroup, packed_chunks
+from stream import GlooGroup, packed_chunks
 
 FILTERED = -9999.0  # how a log-probability of -inf is written in JSON
 STEP_TOKENS = 2048  # tokens of one forward: bounds the activations of a prefill

@@ -23,7 +23,8 @@ sys.path = [str(Path(__file__).resolve().parents[1]), *sys.path[1:]]  # this scr
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config  # noqa: E402
 
 import nccl  # noqa: E402
-from sync import BUFFER_BYTES, GlooGroup, WeightSync, packed_chunks  # noqa: E402
+from stream import BUFFER_BYTES, GlooGroup, packed_chunks  # noqa: E402
+from sync import WeightSync  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {

@@ -32,7 +32,7 @@ from transformers import (
 
 import engine
 import serve
-import sync
+import stream
 
 RECORDED = Path(__file__).parent / "data" / "vllm"
 VOCAB, MAX_LEN, EOS = 64, 1024, {1, 2}
@@ -557,7 +557,7 @@ class Trainer:
 
     def __init__(self, server, **info):
         self.server = server
-        self.store = sync.host_store(2, 10)
+        self.store = stream.host_store(2, 10)
         self.info = {"packed": True, "packed_buffer_size_bytes": 3000} | info
         place = {
             "master_address": "127.0.0.1",
@@ -568,7 +568,7 @@ class Trainer:
         joining = in_background(
             post, server, "/init_weight_transfer_engine", {"init_info": place | self.info}
         )
-        self.group = sync.GlooGroup("127.0.0.1", self.store.port, 0, 2, 10, self.store)
+        self.group = stream.GlooGroup("127.0.0.1", self.store.port, 0, 2, 10, self.store)
         assert joining().json() == {"message": "Weight transfer initialized"}
 
     def update(self, tensors, dtype=torch.float32):
@@ -581,7 +581,7 @@ class Trainer:
         }
         answer = in_background(post, self.server, "/update_weights", {"update_info": info})
         size = self.info["packed_buffer_size_bytes"] if self.info["packed"] else 0
-        for chunk in sync.packed_chunks(names, info["dtype_names"], shapes, size):
+        for chunk in stream.packed_chunks(names, info["dtype_names"], shapes, size):
             parts = [tensors[spec.name].detach().to(dtype).reshape(-1).view(torch.uint8) for spec in chunk]
             self.group.broadcast(torch.cat(parts))
         return answer()
