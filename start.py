@@ -292,12 +292,13 @@ def recomputing_layers(options: Options, model, budget: int, ranks: Ranks) -> in
     room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     count = needs.recomputing(budget, room)
     peak, room = needs.peak(budget, count) / 2**30, room / 2**30
-    print(
-        f"rank {ranks.rank}: {count} of {layers} layers recompute their activations, for rows of {budget} "
-        f"tokens to take {peak:.0f} of {room:.0f} GiB"
-        + ("; they may not fit: lower --token_budget" if peak > room else ""),
-        flush=True,
-    )
+    advice = "; they may not fit: lower --token_budget" if peak > room else ""
+    if advice or ranks.rank == 0:
+        print(
+            f"rank {ranks.rank}: {count} of {layers} layers recompute their activations, for rows of "
+            f"{budget} tokens to take {peak:.0f} of {room:.0f} GiB{advice}",
+            flush=True,
+        )
     return count
 
 

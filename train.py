@@ -15,7 +15,8 @@ One step:
      9  every weight_sync_steps the servers get the weights; their requests wait in place (sync.py)
     10  metrics, checkpoint                                                 (metrics.py, checkpoint.py)
 
-Generation goes on during all of it; `max_staleness` bounds how far it may run ahead.
+1 to 3 happen while the devices are busy with the micro-batch before. Generation goes on during all of it;
+`max_staleness` bounds how far it may run ahead.
 """
 
 from __future__ import annotations
