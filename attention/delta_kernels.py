@@ -128,25 +128,33 @@ class Convolve(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, activation, before, state, layout):
-        options = dict(activation=activation, cu_seqlens=layout.start, chunk_indices=layout.chunks)
-        ctx.rest = before, state, options
+        where = dict(activation=activation, cu_seqlens=layout.start, chunk_indices=layout.chunks)
+        ctx.rest = before, state, where
         ctx.save_for_backward(x, weight, bias)
-        taken = F.pad(x.index_select(0, before).float(), (0, 0, 1, 0))  # [1+T, E]
-        options["initial_state"] = taken[state].mT.contiguous()  # [S, E, W]
-        return _fla().convolve(x=x[None], weight=weight, bias=bias, residual=None, **options)[0][0]
+        front = _front(x, before, state)
+        return _fla().convolve(
+            x=x[None], weight=weight, bias=bias, residual=None, initial_state=front, **where
+        )[0][0]
 
     @staticmethod
     def backward(ctx, dy):
         x, weight, bias = ctx.saved_tensors
-        before, state, options = ctx.rest
-        dx, dweight, dbias, _, dstate = _fla().convolve_back(
-            x=x[None], dy=dy[None].contiguous(), dht=None, weight=weight, bias=bias, residual=None, **options
-        )
+        before, state, where = ctx.rest
+        dx, dweight, dbias, _, dfront = _fla().convolve_back(
+            x=x[None], dy=dy[None].contiguous(), dht=None, weight=weight, bias=bias, residual=None,
+            initial_state=_front(x, before, state), **where,
+        )  # fmt: skip
         # What children send back to a token they share is summed in float32, and without atomics.
-        dtaken = dstate.new_zeros(len(before) + 1, x.shape[1])  # [1+T, E]
-        dtaken.index_put_((state,), dstate.mT, accumulate=True)
+        dtaken = dfront.new_zeros(len(before) + 1, x.shape[1])  # [1+T, E]
+        dtaken.index_put_((state,), dfront.mT, accumulate=True)
         dx = dx[0].index_add_(0, before, dtaken[1:].to(dx))
         return dx, dweight, dbias, None, None, None, None
+
+
+def _front(x, before, state):
+    """[S, E, W] float32: the inputs in front of each segment."""
+    taken = F.pad(x.index_select(0, before).float(), (0, 0, 1, 0))  # [1+T, E]
+    return taken[state].mT.contiguous()
 
 
 class Recur(torch.autograd.Function):

@@ -26,14 +26,15 @@ from triton.testing import do_bench
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from attention import Index, delta  # noqa: E402
+import attention  # noqa: E402
+from attention import delta  # noqa: E402
 from bench.attention import ROWS, groups, layout  # noqa: E402
 
 SHARING = [name for name in ROWS if name != "plain"]
 
 
 def tree_of(row, plain: bool = False) -> dict:
-    return {"tree": Index(row.length, None, None, delta.Plan(row.subtree_end, row.depth, plain))}
+    return {"tree": attention._index(row.subtree_end, row.depth, "reference" if plain else "auto")}
 
 
 def fla_rule(starts):
