@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lora import read_adapter, scaling
-from stream import GlooGroup, packed_chunks
+from stream import GlooGroup, packed_chunks, renaming
 
 FILTERED = -9999.0  # how a log-probability of -inf is written in JSON
 STEP_TOKENS = 2048  # tokens of one forward: bounds the activations of a prefill
@@ -351,12 +351,13 @@ class Request:
 class WeightReceiver:
     """The receiving end of a trainer's stream of weights.
 
-    Names are those of `named_parameters`; `received` holds ids of parameters, as a tied head and its
+    Names are those of the checkpoint; `received` holds ids of parameters, as a tied head and its
     embedding are one.
     """
 
     def __init__(self, model, timeout_s: float):
-        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        renamed = renaming(model)
+        self.parameters = {renamed(name): p for name, p in model.named_parameters(remove_duplicate=False)}
         self.timeout_s = timeout_s
         self.group = None
         self.received: set[int] = set()

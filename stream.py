@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from transformers.core_model_loading import WeightRenaming
 
 BUFFER_BYTES = 256 << 20  # a trainer's chunk is closed once it has passed this size
 
@@ -50,6 +51,21 @@ def packed_chunks(names, dtype_names, shapes, buffer_bytes: int) -> list[list[Te
             chunks.append(current)
             current, size = [], 0
     return chunks + [current] if current else chunks
+
+
+def renaming(model):
+    """A function from a parameter's name in the model to its name in the checkpoint: what from_pretrained
+    renamed gets back its name, which is the one that vLLM knows.
+    """
+    rules = [rule.reverse_transform() for rule in reversed(getattr(model, "_weight_conversions", None) or ())]
+    rules = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+
+    def renamed(name: str) -> str:
+        for rule in rules:
+            name, _ = rule.rename_source_key(name)
+        return name
+
+    return renamed
 
 
 class GlooGroup:

@@ -39,12 +39,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
-from transformers.core_model_loading import WeightRenaming
 
 import stream
 from link import Link, SyncError, alive, explain, failure
 from lora import adapted_layers, is_adapter, merging
-from stream import TensorSpec, packed_chunks
+from stream import TensorSpec, packed_chunks, renaming
 
 RETRY_S = 2.0  # seconds between two looks at a server that was lost
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what wrappers insert into names
@@ -73,17 +72,8 @@ def sent_parameters(model) -> list[tuple[str, torch.nn.Parameter]]:
         }
         trained |= {block(name) for name, p in parameters if id(p) in language}
     parameters = [(name, p) for name, p in parameters if not is_adapter(name)]
-    renamings = [
-        conversion.reverse_transform() for conversion in getattr(model, "_weight_conversions", None) or ()
-    ]
-    renamings = [renaming for renaming in renamings[::-1] if isinstance(renaming, WeightRenaming)]
-    sent = []
-    for name, parameter in parameters:
-        if block(name) in trained:
-            for renaming in renamings:  # what from_pretrained renamed gets back its name
-                name, _ = renaming.rename_source_key(name)
-            sent.append((name, parameter))
-    return sent
+    renamed = renaming(model)
+    return [(renamed(name), parameter) for name, parameter in parameters if block(name) in trained]
 
 
 def block(name: str) -> str:

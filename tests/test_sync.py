@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from stand_in import StandIn, connected, holds, toy, update
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers.core_model_loading import WeightRenaming
 
 import stream
 import sync
 from client import ServerError
-from sync import ADVICE, SyncError, checkpoint_name, sent_parameters
+from sync import ADVICE, SyncError, checkpoint_name, full_tensor, sent_parameters
 
 CASES = Path(__file__).parent / "data/cases"
 
@@ -64,6 +67,21 @@ def test_the_server_holds_the_trainers_weights_in_its_dtype(dtype, buffer, monke
         update(link, model, version)
     link.close()
     assert all(server.label == "2" and holds(server, model) for server in servers)
+
+
+def test_plain_tensors_among_sharded_ones_are_sent_in_the_servers_dtype(alone):
+    expected = json.loads((CASES / "A17_transfer_manifest.json").read_text())["expect"]["mixed"]["sent"]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh, model, server = init_device_mesh("cpu", (1,)), toy(), StandIn("bfloat16")
+    plain = model.module.model
+    layer = getattr(plain.layers, "0")._checkpoint_wrapped_module
+    for owner in (plain.embed_tokens, layer.self_attn.q_proj, layer.mlp.up_proj):
+        owner.weight = torch.nn.Parameter(distribute_tensor(owner.weight.detach(), mesh, [Shard(0)]))
+    model.module.lm_head.weight = plain.embed_tokens.weight
+    update(connected(server), model)
+    assert [{"name": n, "shape": list(w.shape)} for n, w in server.weights.items()] == expected
+    for name, parameter in sent_parameters(model):
+        assert torch.equal(server.weights[name], full_tensor(parameter).bfloat16())
 
 
 # ---- when
