@@ -75,8 +75,6 @@ def forward(query, key, value, output, lse, sinks, plan, scale, window, softcap,
         _tile(key, FORWARD_BLOCK, 1, size),
         _tile(value, FORWARD_BLOCK, 1, size),
         _tile(output, 64 // folded, folded, size),
-        _line(plan.subtree_end, FORWARD_BLOCK),
-        _line(plan.depth, FORWARD_BLOCK),
         lse,
         lse if sinks is None else sinks,
         *_rule(plan, tiles, window),
@@ -119,8 +117,6 @@ def backward(
         _tile(output, 64 // folded, folded, size),
         _tile(doutput, 64 // folded, folded, size),
         _tile(dquery, 64 // folded, folded, size),
-        _line(plan.subtree_end, QUERY_BLOCK),
-        _line(plan.depth, QUERY_BLOCK),
         lse,
         dlse,
         folded_lse,
@@ -142,8 +138,8 @@ def backward(
         _tile(doutput, 64 // folded, folded, size),
         _tile(dkey, 64, 1, size),
         _tile(dvalue, 64, 1, size),
-        _line(folded_lse, KEY_TILE),
-        _line(delta, KEY_TILE),
+        _line(folded_lse),
+        _line(delta),
         *_rule(plan, blocks, window),
         *_factors(scale, softcap),
         scale,
@@ -164,11 +160,10 @@ def _tile(tensor, tokens: int, heads: int, size: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
 
 
-def _line(tensor, length: int) -> TensorDescriptor:
-    """Of [F, R] float32 or [N] int32, lines of `length`: zero outside."""
+def _line(tensor) -> TensorDescriptor:
+    """Of [F, R padded] float32, KEY_TILE values of one fold."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    shape = [1, *tensor.shape][-2:]
-    return TensorDescriptor(tensor, shape, [-(-shape[1] // 4) * 4, 1], [1, length], layout)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, KEY_TILE], layout)
 
 
 def _rule(plan, meetings, window) -> tuple:
@@ -224,12 +219,12 @@ def _span(WORK):
 
 
 @gluon.jit
-def _keys(block, end, depth, WINDOWED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Keys j of a block, their subtree_end and depth, [B] each, from lines [1, B] in shared memory."""
-    BLOCK: gl.constexpr = end.shape[1]
+def _keys(block, rule, BLOCK: gl.constexpr, WINDOWED: gl.constexpr, LAYOUT: gl.constexpr):
+    """Keys j of a block, their subtree_end and depth, [B] each: asked for before a wait, used after it."""
+    END, DEPTH, OTHER, N, window = rule
     j = block * BLOCK + gl.arange(0, BLOCK, LAYOUT)
-    end = end.reshape([BLOCK]).load(LAYOUT)
-    return j, end, depth.reshape([BLOCK]).load(LAYOUT) if WINDOWED else end
+    end = gl.load(END + j, mask=j < N, other=0)
+    return j, end, gl.load(DEPTH + j, mask=j < N, other=0) if WINDOWED else end
 
 
 @gluon.jit
@@ -237,30 +232,6 @@ def _queries(tokens, rule, WINDOWED: gl.constexpr):
     """Queries i and their depth."""
     END, DEPTH, OTHER, N, window = rule
     return tokens, gl.load(DEPTH + tokens, mask=tokens < N, other=0) if WINDOWED else tokens
-
-
-@gluon.jit
-def _key_buffers(k_desc, line_desc, STAGES: gl.constexpr):
-    """STAGES blocks of K, each with a line of subtree_end and one of depth."""
-    LINE: gl.constexpr = [STAGES] + line_desc.block_type.shape
-    return (
-        gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout),
-        gl.allocate_shared_memory(gl.int32, LINE, line_desc.layout),
-        gl.allocate_shared_memory(gl.int32, LINE, line_desc.layout),
-    )
-
-
-@gluon.jit
-def _fetch_keys(descs, buffers, bar, now, j, group, WINDOWED: gl.constexpr):
-    """Starts to copy a block of K and its lines of subtree_end and depth into the buffers `now`."""
-    k_desc, end_desc, depth_desc = descs
-    k_s, end_s, depth_s = buffers
-    BLOCK: gl.constexpr = k_s.shape[1]
-    mbarrier.expect(bar, k_desc.block_type.nbytes + (1 + WINDOWED) * 4 * BLOCK)
-    _fetch(k_desc, [j, group, 0], bar, k_s.index(now))
-    _fetch(end_desc, [0, j], bar, end_s.index(now))
-    if WINDOWED:
-        _fetch(depth_desc, [0, j], bar, depth_s.index(now))
 
 
 @gluon.jit
@@ -311,30 +282,25 @@ def _weights(s, most, total, factor):
 
 @gluon.jit
 def _forward_step(
-    block, n, count, q, buffers, bars, o, p, most, total, queries, rule, factors, WHO: gl.constexpr,
+    block, n, count, q, k_s, v_s, bars, o, p, most, total, queries, rule, factors,
     MASKED: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr, STAGES: gl.constexpr,
     LAYOUT: gl.constexpr, LAYOUT_O: gl.constexpr,
 ):  # fmt: skip
     """Scores of block n while block n - 1 is added to the output."""
-    key_s, v_s, q_s = buffers
-    k_s, end_s, depth_s = key_s
-    k_full, v_full, k_empty, v_empty, turn = bars
+    k_full, v_full, k_empty, v_empty = bars
     END, DEPTH, OTHER, N, window = rule
     BLOCK: gl.constexpr = k_s.shape[1]
     SIZE: gl.constexpr = k_s.shape[3]
     now, last = n % STAGES, (n - 1) % STAGES
-    mbarrier.wait(v_full.index(last), ((n - 1) // STAGES) & 1)
-    mbarrier.wait(turn.index(WHO), (n - 1 + 1 - WHO) & 1)
     s = _product(q, k_s.index(now).reshape([BLOCK, SIZE]), LAYOUT)  # [64, B]
+    mbarrier.wait(v_full.index(last), ((n - 1) // STAGES) & 1)
     o = warpgroup_mma(p, v_s.index(last).reshape([BLOCK, SIZE]), o, is_async=True)  # [64, Dv]
-    mbarrier.arrive(turn.index(1 - WHO), count=1)
     s = warpgroup_mma_wait(1, deps=[s])
+    mbarrier.arrive(k_empty.index(now), count=1)
     factor, squeeze = factors
     s = _capped(s, squeeze, CAPPED)
     if MASKED:
-        keys = _keys(block, end_s.index(now), depth_s.index(now), WINDOWED, gl.SliceLayout(0, LAYOUT))
-    mbarrier.arrive(k_empty.index(now), count=1)
-    if MASKED:
+        keys = _keys(block, rule, BLOCK, WINDOWED, gl.SliceLayout(0, LAYOUT))
         s = gl.where(_seen(queries, keys, window, 0, WINDOWED), s, float("-inf"))
     x, most, total, shrink = _weights(s, most, total, factor)
     following = _operand(x, k_s.dtype, LAYOUT_O)  # [64, B]
@@ -353,9 +319,8 @@ def _forward_group(
     CAPPED: gl.constexpr, SINKS_GIVEN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     o_desc, buffers, q_full, bars, LSE, SINKS, WORK, rule, factors, tile, fold = given
-    key_s, v_s, q_s = buffers
-    k_s, end_s, depth_s = key_s
-    k_full, v_full, k_empty, v_empty, turn = bars
+    q_s, k_s, v_s = buffers
+    k_full, v_full, k_empty, v_empty = bars
     END, DEPTH, OTHER, N, window = rule
     BLOCK: gl.constexpr = k_s.shape[1]
     SIZE: gl.constexpr = k_s.shape[3]
@@ -365,6 +330,8 @@ def _forward_group(
     rows = tile * 128 + WHO * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))  # [64]
     tokens = rows // FOLD  # [64]
     queries = _queries(tokens, rule, WINDOWED)  # [64] each
+    keys = _keys(block, rule, BLOCK, WINDOWED, gl.SliceLayout(0, LAYOUT))
+    block = gl.load(OTHER + begin + 1)
     # Finite, so that a row whose first block is all masked multiplies by exp2(0) and not by a NaN.
     most = gl.full([64], -1.0e30, gl.float32, gl.SliceLayout(1, LAYOUT))
     total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
@@ -373,8 +340,6 @@ def _forward_group(
     mbarrier.wait(q_full, 0)
     mbarrier.wait(k_full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=[_product(q, k_s.index(0).reshape([BLOCK, SIZE]), LAYOUT)])  # [64, B]
-    keys = _keys(block, end_s.index(0), depth_s.index(0), WINDOWED, gl.SliceLayout(0, LAYOUT))
-    block = gl.load(OTHER + begin + 1)
     mbarrier.arrive(k_empty.index(0), count=1)
     factor, squeeze = factors
     # The first block takes the mask in any case.
@@ -385,13 +350,13 @@ def _forward_group(
     for at in range(begin + 1, middle):
         following = gl.load(OTHER + at + 1)
         o, p, most, total = _forward_step(
-            block, at - begin, stop - begin, q, buffers, bars, o, p, most, total, queries, rule, factors, WHO,
+            block, at - begin, stop - begin, q, k_s, v_s, bars, o, p, most, total, queries, rule, factors,
             True, WINDOWED, CAPPED, STAGES, LAYOUT, LAYOUT_O,
         )  # fmt: skip
         block = following
     for at in range(gl.maximum(begin + 1, middle), stop):
         o, p, most, total = _forward_step(
-            0, at - begin, stop - begin, q, buffers, bars, o, p, most, total, queries, rule, factors, WHO,
+            0, at - begin, stop - begin, q, k_s, v_s, bars, o, p, most, total, queries, rule, factors,
             False, WINDOWED, CAPPED, STAGES, LAYOUT, LAYOUT_O,
         )  # fmt: skip
     n = stop - begin - 1
@@ -417,12 +382,12 @@ def _forward_group(
 @gluon.jit
 def _forward_loader(
     descs, buffers, q_full, bars, WORK, OTHER, tile, fold,
-    FOLD: gl.constexpr, FOLDS: gl.constexpr, WINDOWED: gl.constexpr, STAGES: gl.constexpr,
+    FOLD: gl.constexpr, FOLDS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    key_descs, v_desc, q_desc = descs
-    key_s, v_s, q_s = buffers
-    k_full, v_full, k_empty, v_empty, turn = bars
-    BLOCK: gl.constexpr = v_s.shape[1]
+    q_desc, k_desc, v_desc = descs
+    q_s, k_s, v_s = buffers
+    k_full, v_full, k_empty, v_empty = bars
+    BLOCK: gl.constexpr = k_s.shape[1]
     begin, _, stop, block = _span(WORK)
     mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
     for who in gl.static_range(2):
@@ -434,7 +399,8 @@ def _forward_loader(
         j = block * BLOCK
         block = gl.load(OTHER + at + 1)
         mbarrier.wait(k_empty.index(now), phase)
-        _fetch_keys(key_descs, key_s, k_full.index(now), now, j, fold // FOLDS, WINDOWED)
+        mbarrier.expect(k_full.index(now), k_desc.block_type.nbytes)
+        _fetch(k_desc, [j, fold // FOLDS, 0], k_full.index(now), k_s.index(now))
         mbarrier.wait(v_empty.index(now), phase)
         mbarrier.expect(v_full.index(now), v_desc.block_type.nbytes)
         _fetch(v_desc, [j, fold // FOLDS, 0], v_full.index(now), v_s.index(now))
@@ -442,30 +408,27 @@ def _forward_loader(
 
 @gluon.jit(do_not_specialize=["N", "window"])
 def _forward(
-    q_desc, k_desc, v_desc, o_desc, end_desc, depth_desc, LSE, SINKS, END, DEPTH, WORK, OTHER, N, window,
-    factor, squeeze, HEADS: gl.constexpr, FOLD: gl.constexpr, FOLDS: gl.constexpr, SIZE: gl.constexpr,
-    WINDOWED: gl.constexpr, CAPPED: gl.constexpr, SINKS_GIVEN: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, o_desc, LSE, SINKS, END, DEPTH, WORK, OTHER, N, window, factor, squeeze,
+    HEADS: gl.constexpr, FOLD: gl.constexpr, FOLDS: gl.constexpr, SIZE: gl.constexpr, WINDOWED: gl.constexpr,
+    CAPPED: gl.constexpr, SINKS_GIVEN: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     tile, fold = gl.load(WORK + gl.program_id(0) * 8), gl.load(WORK + gl.program_id(0) * 8 + 1)
     q_s = gl.allocate_shared_memory(q_desc.dtype, [2, 64 // FOLD, FOLD, SIZE], q_desc.layout)
+    k_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK, 1, SIZE], k_desc.layout)
     v_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK, 1, SIZE], v_desc.layout)
-    buffers = (_key_buffers(k_desc, end_desc, STAGES), v_s, q_s)
+    buffers = (q_s, k_s, v_s)
     q_full = _barrier()
-    bars = (_ring(STAGES, 1), _ring(STAGES, 1), _ring(STAGES, 2), _ring(STAGES, 2), _ring(2, 1))
+    bars = (_ring(STAGES, 1), _ring(STAGES, 1), _ring(STAGES, 2), _ring(STAGES, 2))
     fence_async_shared()
     rule = (END, DEPTH, OTHER, N, window)
     factors = (factor, squeeze)
     given = (o_desc, buffers, q_full, bars, LSE, SINKS, WORK, rule, factors, tile, fold)
-    descs = ((k_desc, end_desc, depth_desc), v_desc, q_desc)
+    descs = (q_desc, k_desc, v_desc)
     gl.warp_specialize(
         [
             (_forward_group, (0, given, HEADS, FOLD, WINDOWED, CAPPED, SINKS_GIVEN, STAGES)),
             (_forward_group, (1, given, HEADS, FOLD, WINDOWED, CAPPED, SINKS_GIVEN, STAGES)),
-            (
-                _forward_loader,
-                (descs, buffers, q_full, bars, WORK, OTHER, tile, fold, FOLD, FOLDS, WINDOWED, STAGES),
-            ),
+            (_forward_loader, (descs, buffers, q_full, bars, WORK, OTHER, tile, fold, FOLD, FOLDS, STAGES)),
         ],
         [4, 1],
         [240, 24],
@@ -477,18 +440,18 @@ def _forward(
 
 @gluon.jit
 def _query_step(
-    block, n, count, q, do, buffers, bars, dq, lse, delta, queries, rule, factors,
+    block, n, count, q, do, k_s, v_s, bars, dq, lse, delta, queries, rule, factors,
     MASKED: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr, STAGES: gl.constexpr,
     LAYOUT: gl.constexpr, LAYOUT_DQ: gl.constexpr,
 ):  # fmt: skip
-    key_s, v_s, q_s, o_s, do_s = buffers
-    k_s, end_s, depth_s = key_s
     k_full, v_full, empty = bars
     END, DEPTH, OTHER, N, window = rule
     BLOCK: gl.constexpr = k_s.shape[1]
     SIZE: gl.constexpr = k_s.shape[3]
     now, phase = n % STAGES, (n // STAGES) & 1
     k = k_s.index(now).reshape([BLOCK, SIZE])
+    if MASKED:
+        keys = _keys(block, rule, BLOCK, WINDOWED, gl.SliceLayout(0, LAYOUT))
     s = _product(q, k, LAYOUT)  # [64, B]
     mbarrier.wait(v_full.index(now), phase)
     dp = _product(do, v_s.index(now).reshape([BLOCK, SIZE]), LAYOUT)  # [64, B]
@@ -497,7 +460,6 @@ def _query_step(
     s = _capped(s, squeeze, CAPPED)
     p = gl.exp2(s * factor - gl.expand_dims(lse, 1))  # [64, B]
     if MASKED:
-        keys = _keys(block, end_s.index(now), depth_s.index(now), WINDOWED, gl.SliceLayout(0, LAYOUT))
         p = gl.where(_seen(queries, keys, window, 0, WINDOWED), p, 0.0)
     if CAPPED:
         p = p * (1.0 - s * s)
@@ -517,8 +479,7 @@ def _query_group(
     FOLD: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     dq_desc, buffers, q_full, bars, by_row, WORK, rule, padded, factors, scale, tile, fold = given
-    key_s, v_s, q_s, o_s, do_s = buffers
-    k_s, end_s, depth_s = key_s
+    q_s, o_s, do_s, k_s, v_s = buffers
     LSE, DLSE, FOLDED_LSE, DELTA = by_row
     BLOCK: gl.constexpr = k_s.shape[1]
     SIZE: gl.constexpr = k_s.shape[3]
@@ -546,13 +507,13 @@ def _query_group(
     for at in range(begin, middle):
         following = gl.load(OTHER + at + 1)
         dq = _query_step(
-            block, at - begin, stop - begin, q, do, buffers, bars, dq, lse, delta, queries, rule, factors,
+            block, at - begin, stop - begin, q, do, k_s, v_s, bars, dq, lse, delta, queries, rule, factors,
             True, WINDOWED, CAPPED, STAGES, LAYOUT, LAYOUT_DQ,
         )  # fmt: skip
         block = following
     for at in range(middle, stop):
         dq = _query_step(
-            0, at - begin, stop - begin, q, do, buffers, bars, dq, lse, delta, queries, rule, factors,
+            0, at - begin, stop - begin, q, do, k_s, v_s, bars, dq, lse, delta, queries, rule, factors,
             False, WINDOWED, CAPPED, STAGES, LAYOUT, LAYOUT_DQ,
         )  # fmt: skip
     q.store((dq * scale).to(k_s.dtype))
@@ -564,12 +525,12 @@ def _query_group(
 @gluon.jit
 def _query_loader(
     descs, buffers, q_full, bars, WORK, OTHER, tile, fold,
-    FOLD: gl.constexpr, FOLDS: gl.constexpr, WINDOWED: gl.constexpr, STAGES: gl.constexpr,
+    FOLD: gl.constexpr, FOLDS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    key_descs, v_desc, q_desc, o_desc, do_desc = descs
-    key_s, v_s, q_s, o_s, do_s = buffers
+    q_desc, o_desc, do_desc, k_desc, v_desc = descs
+    q_s, o_s, do_s, k_s, v_s = buffers
     k_full, v_full, empty = bars
-    BLOCK: gl.constexpr = v_s.shape[1]
+    BLOCK: gl.constexpr = k_s.shape[1]
     begin, _, stop, block = _span(WORK)
     mbarrier.expect(q_full, 6 * q_desc.block_type.nbytes)
     for who in gl.static_range(2):
@@ -583,15 +544,16 @@ def _query_loader(
         j = block * BLOCK
         block = gl.load(OTHER + at + 1)
         mbarrier.wait(empty.index(now), ((n // STAGES) & 1) ^ 1)
-        _fetch_keys(key_descs, key_s, k_full.index(now), now, j, fold // FOLDS, WINDOWED)
+        mbarrier.expect(k_full.index(now), k_desc.block_type.nbytes)
+        _fetch(k_desc, [j, fold // FOLDS, 0], k_full.index(now), k_s.index(now))
         mbarrier.expect(v_full.index(now), v_desc.block_type.nbytes)
         _fetch(v_desc, [j, fold // FOLDS, 0], v_full.index(now), v_s.index(now))
 
 
 @gluon.jit(do_not_specialize=["N", "window", "padded"])
 def _backward_query(
-    q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, end_desc, depth_desc, LSE, DLSE, FOLDED_LSE, DELTA,
-    END, DEPTH, WORK, OTHER, N, window, padded, factor, squeeze, scale,
+    q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, LSE, DLSE, FOLDED_LSE, DELTA, END, DEPTH, WORK, OTHER,
+    N, window, padded, factor, squeeze, scale,
     HEADS: gl.constexpr, FOLD: gl.constexpr, FOLDS: gl.constexpr, SIZE: gl.constexpr, WINDOWED: gl.constexpr,
     CAPPED: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -599,8 +561,9 @@ def _backward_query(
     q_s = gl.allocate_shared_memory(q_desc.dtype, [2, 64 // FOLD, FOLD, SIZE], q_desc.layout)
     o_s = gl.allocate_shared_memory(q_desc.dtype, [2, 64 // FOLD, FOLD, SIZE], o_desc.layout)
     do_s = gl.allocate_shared_memory(q_desc.dtype, [2, 64 // FOLD, FOLD, SIZE], do_desc.layout)
+    k_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK, 1, SIZE], k_desc.layout)
     v_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK, 1, SIZE], v_desc.layout)
-    buffers = (_key_buffers(k_desc, end_desc, STAGES), v_s, q_s, o_s, do_s)
+    buffers = (q_s, o_s, do_s, k_s, v_s)
     q_full = _barrier()
     bars = (_ring(STAGES, 1), _ring(STAGES, 1), _ring(STAGES, 2))
     fence_async_shared()
@@ -608,15 +571,12 @@ def _backward_query(
     factors = (factor, squeeze)
     by_row = (LSE, DLSE, FOLDED_LSE, DELTA)
     given = (dq_desc, buffers, q_full, bars, by_row, WORK, rule, padded, factors, scale, tile, fold)
-    descs = ((k_desc, end_desc, depth_desc), v_desc, q_desc, o_desc, do_desc)
+    descs = (q_desc, o_desc, do_desc, k_desc, v_desc)
     gl.warp_specialize(
         [
             (_query_group, (0, given, HEADS, FOLD, WINDOWED, CAPPED, STAGES)),
             (_query_group, (1, given, HEADS, FOLD, WINDOWED, CAPPED, STAGES)),
-            (
-                _query_loader,
-                (descs, buffers, q_full, bars, WORK, OTHER, tile, fold, FOLD, FOLDS, WINDOWED, STAGES),
-            ),
+            (_query_loader, (descs, buffers, q_full, bars, WORK, OTHER, tile, fold, FOLD, FOLDS, STAGES)),
         ],
         [4, 1],
         [240, 24],
@@ -680,9 +640,7 @@ def _key_group(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # of s' and dp'
     LAYOUT_DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])  # of dk and dv
     begin, middle, stop, first = _span(WORK)
-    j = block * 128 + WHO * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))  # [64]
-    end = gl.load(END + j, mask=j < N, other=0)  # [64]
-    keys = (j, end, gl.load(DEPTH + j, mask=j < N, other=0) if WINDOWED else end)
+    keys = _keys(block * 2 + WHO, rule, 64, WINDOWED, gl.SliceLayout(1, LAYOUT))
     dk = gl.zeros([64, SIZE], gl.float32, LAYOUT_DK)
     dv = gl.zeros([64, SIZE], gl.float32, LAYOUT_DK)
     k = k_s.index(WHO).reshape([64, SIZE])
