@@ -6,13 +6,14 @@ each other.
 
     warp group     0: rows 0..63            1: rows 64..127      loader
     forward        s = q k'                 the same             q, then k and v of each block
-    dQ             s = q k', dp = do v'     the same             q and do, then k and v of each block
+    dQ             s = q k', dp = do v'     the same             q, o and do, then k and v of each block
     dK, dV         s' = k q', dp' = v do'   the same             k and v, then q, do, lse, delta of each tile
 
     loader --full--> group 0, group 1 --empty--> loader          barriers of a ring of STAGES buffers
 
 dK and dV work on the transposed scores, so that p' and ds' leave the tensor cores in the registers from which
 the next product takes its left operand: in all three kernels nothing but inputs goes through shared memory.
+The dQ kernel also makes what dK and dV need of every row: delta and the lse to base 2, by fold.
 Backward does seven products where a kernel with atomics does five, and is deterministic.
 
 No product whose left operand is in registers may be in flight where a loop jumps back: the assembler then
