@@ -229,6 +229,31 @@ def test_a_setting_that_the_config_does_not_know_is_refused(models):
         pretrained.read_config(options)
 
 
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_model_is_found_by_its_name_on_the_hub(models, tmp_path, group_of_one, sharded):
+    """In the cache a download leaves; index and files, or one file."""
+    snapshot = tmp_path / "models--org--name/snapshots/0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(models / "Qwen3Moe", snapshot)
+    (tmp_path / "models--org--name/refs").mkdir()
+    (tmp_path / "models--org--name/refs/main").write_text(snapshot.name)
+    if not sharded:
+        files = list(snapshot.glob("*.safetensors"))
+        save_file(
+            {n: t for file in files for n, t in load_file(file).items()}, snapshot / "model.safetensors"
+        )
+        for file in (*files, snapshot / "model.safetensors.index.json"):
+            file.unlink()
+    place = {"cache_dir": str(tmp_path), "local_files_only": True}
+    ranks = start.Ranks(0, 1, torch.device("cpu"), None, None)
+    model, _ = start.load_model(Options(model="org/name", bf16=False, model_init_kwargs=place), ranks)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(models / "Qwen3Moe", dtype=torch.float32)
+    for (name, a), (_, b) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+        assert torch.equal(full_tensor(a), b), name
+    shutil.rmtree(snapshot)
+    with pytest.raises(OptionError, match="--model org/name"):
+        start.load_model(Options(model="org/name", model_init_kwargs=place), ranks)
+
+
 def test_weights_can_be_rounded_as_they_are_read(models, group_of_one):
     ranks = start.Ranks(0, 1, torch.device("cpu"), None, None)
     path = str(models / "Llama")
