@@ -6,6 +6,7 @@
     reads      GET  /health /version /v1/models /server_info /get_world_size /is_paused /metrics
     updates    POST /pause /resume /abort_requests /init_weight_transfer_engine /start_weight_update
                     /update_weights /finish_weight_update   once each: a second could meet a half-done update
+               POST /v1/load_lora_adapter /v1/unload_lora_adapter
 
 Calls block (callers use threads) and never stream: the connection stays silent until the last token, so
 `timeout` must cover the longest generation and the pauses of weight updates.
@@ -190,6 +191,26 @@ class Server:
         """Close the update. Where the server reports versions, tokens sampled from now on carry this one."""
         self._call("POST", "/finish_weight_update", body={"weight_version": version})
 
+    # ---- adapters
+
+    def takes_adapters(self) -> bool:
+        """Does it load adapters while it runs? A call that names none tells: without the route a 404."""
+        try:
+            self._call("POST", "/v1/load_lora_adapter", body={})
+        except ServerError as error:
+            if error.status is None:
+                raise
+            return error.status != 404
+        return True
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load a folder of PEFT's, which the server reads itself; requests ask for it as their `model`."""
+        self._call("POST", "/v1/load_lora_adapter", body={"lora_name": name, "lora_path": path})
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; the requests that run with it keep it."""
+        self._call("POST", "/v1/unload_lora_adapter", body={"lora_name": name})
+
     # ---- generation
 
     def complete(
@@ -205,6 +226,7 @@ class Server:
         logprobs: int | None = 0,
         stop_token_ids: list[int] = (),
         cache_salt: str | None = None,
+        model: str | None = None,
         deadline: float | None = None,
         give_up=None,
     ) -> Completion:
@@ -213,7 +235,8 @@ class Server:
         logprobs 0 gives the sampled tokens' alone, None not even these. Otherwise, under `top_k`, the answer
         also holds each token's candidate set: the server's mask, or read from the `top_k` most likely ones.
         Every sampling field is sent: one left out would be filled from the model's generation_config.json.
-        Requests share cached prefixes only under one `cache_salt`.
+        Requests share cached prefixes only under one `cache_salt`. `model` names an adapter (None = the model
+        itself); one that is not loaded is a refusal with status 404.
 
         Raises ServerError with the server's text, at once for a refusal (4xx), after the last attempt for
         what may pass (timeout, reset, refused connection, 5xx, a request that was aborted). Raises
@@ -251,6 +274,8 @@ class Server:
             }
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
+        if model is not None:
+            body["model"] = model
         data = json.dumps(body)  # once: every attempt sends the same bytes
 
         def attempt(timeout: float) -> Completion:

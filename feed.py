@@ -29,7 +29,7 @@ import numpy as np
 from checkpoint import Progress
 from client import Notice
 from conversation import RolloutError
-from messages import DeathMessage, EndMessage, GroupMessage, MetricsMessage
+from messages import TOO_OLD, DeathMessage, EndMessage, GroupMessage, MetricsMessage
 from metrics import Window
 from packing import Row, Sample, pack
 
@@ -176,13 +176,18 @@ class Feed:
         self.dataset_size = message.dataset_size
         self.generated.update(message.generated)
         if message.dropped is not None:
-            self.dropped[message.dropped] += message.generated.get("samples", 0)
-            self.finish(message.group_id)
+            samples = message.generated.get("samples", 0)
+            self.dropped[message.dropped] += samples
+            if message.dropped == TOO_OLD:
+                self.window.add("sample/dropped_stale_count", samples)
+                self.publish(again=[message.group_id])
+            else:
+                self.finish(message.group_id)
             return
         fresh = [s for s in message.samples if self.version - s.version <= self.max_staleness]
         stale = [s for s in message.samples if self.version - s.version > self.max_staleness]
         self.window.add("sample/dropped_stale_count", len(stale))
-        self.drop(stale, "too old")
+        self.drop(stale, TOO_OLD)
         oversize = [s for s in fresh if not self.planner.add(s)]
         self.window.add("batch/dropped_oversize_count", len(oversize))
         self.drop(oversize, "longer than the token budget")
@@ -231,7 +236,7 @@ class Feed:
         self.version = version
         stale = self.planner.evict(lambda s: version - s.version > self.max_staleness)
         self.window.add("sample/dropped_stale_count", len(stale))
-        self.drop(stale, "too old")
+        self.drop(stale, TOO_OLD)
         held = self.planner.held_groups() | {s.group_id for s in self.planned_samples()}
         lost = {s.group_id for s in stale if s.group_id not in held and not self.settled.includes(s.group_id)}
         self.again += sorted(lost)

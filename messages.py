@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from packing import Sample
 
+TOO_OLD = "too old"  # why a group is dropped whose prompt is sampled again
+
 
 @dataclass
 class GroupMessage:

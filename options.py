@@ -10,6 +10,7 @@ Never: an option that has no effect in the mode chosen (it is refused, with the 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import sys
@@ -149,6 +150,11 @@ class Options:
         ["all-linear"], "linear layers to adapt: all-linear, ends of names, or regular expressions"
     )
     lora_modules_to_save: list[str] = option([], "modules that are trained whole beside the adapters")
+    lora_sync: str = choice(
+        "auto",
+        ["auto", "merged", "adapter"],
+        "what servers get: merged weights, or adapters beside theirs; auto: adapters where they take them",
+    )
     merge_on_save: bool = option(
         False, "checkpoints hold the model with the adapters merged in, and the adapters in adapter/"
     )
@@ -217,6 +223,11 @@ class Options:
     @property
     def embedded(self) -> bool:
         return self.vllm_server_base_url == ["embedded"]
+
+    def adapter(self, version: int) -> str:
+        """What servers call the adapter of a version: no other run's name, nor another version's."""
+        place = str(Path(self.output_dir).absolute())
+        return f"lora-{hashlib.blake2b(place.encode(), digest_size=4).hexdigest()}-v{version}"
 
     @property
     def distills(self) -> bool:
@@ -390,7 +401,7 @@ def check_schedule(options: Options) -> None:
         )
 
 
-LORA = ["alpha", "rslora", "dropout", "target_modules", "modules_to_save"]
+LORA = ["alpha", "rslora", "dropout", "target_modules", "modules_to_save", "sync"]
 TEACHER = ["teacher_server_urls", "teacher_top_k", "teacher_temperature", "beta", "add_tail_bucket"]
 POLICY = [
     *("score_centering", "score_centering_tail", "num_sampler_logprobs", "epsilon", "epsilon_high"),
@@ -409,6 +420,7 @@ IDLE = [
     ("teacher_top_k", lambda o: o.replay, "with --replay: a recording holds what the teachers said"),
     *((f"lora_{name}", lambda o: not o.lora_r, "without --lora_r") for name in LORA),
     ("merge_on_save", lambda o: not o.lora_r, "without --lora_r"),
+    ("lora_sync", lambda o: o.replay or o.rollout_only, "where nothing is sent: --replay, --rollout_only"),
     ("score_centering_tail", lambda o: not o.score_centering, "with --score_centering false"),
     ("num_sampler_logprobs", lambda o: not o.score_centering, "with --score_centering false"),
     (
@@ -430,6 +442,10 @@ def check_effects(options: Options) -> None:
     for name, idle, why in IDLE:
         if getattr(options, name) != getattr(defaults, name) and idle(options):
             raise OptionError(f"--{name} has no effect {why}; leave it out")
+    if options.lora_sync == "adapter" and options.lora_modules_to_save:
+        raise OptionError(
+            "--lora_sync adapter sends adapters alone, and --lora_modules_to_save trains more: leave one out"
+        )
     if options.lora_dropout:
         print(
             "note: under --lora_dropout the ratio of an unchanged policy is not 1, and samples that share a "

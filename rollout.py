@@ -44,11 +44,11 @@ from conversation import (
     read_template,
     samples_of,
 )
-from messages import EndMessage, GroupMessage, MetricsMessage
+from messages import TOO_OLD, EndMessage, GroupMessage, MetricsMessage
 from packing import Sample
 from prompts import Prompt, Prompts
 from questions import needed_logprobs
-from routing import Load, Routing
+from routing import Load, Routing, TooOld
 from scoring import (
     Group,
     MetricsBuffer,
@@ -94,7 +94,8 @@ class Flight:
     load: Load
     left: int  # rollouts not finished yet
     prefix: str = ""  # of its metrics' names: eval/ in an evaluation
-    abandoned: set[int] = field(default_factory=set)  # rollouts that ran out of time
+    abandoned: set[int] = field(default_factory=set)  # rollouts that ran out of time, or are too old
+    too_old: bool = False  # one of them is
     earned: dict[int, tuple[str, float]] = field(default_factory=dict)  # environment's class, its reward
     samples: list[list[Sample]] = field(default_factory=list)  # per rollout
     tokens: int = 0  # raw tokens of the samples so far
@@ -109,6 +110,7 @@ class Place:
     index: int
     deadline: float | None
     load: Load  # the group's, or another one once that is down
+    version: int = 0  # of the weights: what servers do not tell of its tokens
     turns: int = 0
 
 
@@ -162,7 +164,7 @@ class RolloutLoop:
         self._held_tokens = 0  # of finished rollouts whose group was not sent yet
         self._sent_tokens = 0
         self._generated_tokens = 0  # since the last report
-        self._reported_at = time.monotonic()
+        self._reported_at = self._started = time.monotonic()
         self._printed_version = None
         self._log_lock = asyncio.Lock()
         self.caller = Caller(self.record, options.max_concurrent_rollouts)
@@ -235,6 +237,9 @@ class RolloutLoop:
             cache_salt=str(self.link.version.value),  # never the keys and values of older weights
             deadline=place.deadline,
         )
+        if self.routing.adapters:
+            name = options.adapter(place.version)
+            request |= dict(model=name, cache_salt=f"{name} {self._started}")  # nor those of an earlier start
         answer = await self.routing.ask(place, request)
         self.check_vocabulary(answer.token_ids)
         self._generated_tokens += len(answer.token_ids)
@@ -443,7 +448,9 @@ class RolloutLoop:
     async def _converse(self, flight: Flight, index: int, rollout_id) -> Rollout:
         """One rollout, in the slot that was taken for it; an empty one when its time is over."""
         group, limit, started = flight.group, self.options.rollout_timeout, self._running[rollout_id]
-        place = Place(flight, index, None if limit is None else started + limit, flight.load)
+        deadline = None if limit is None else started + limit
+        version = self.link.version.value if self.routing.adapters else group.version
+        place = Place(flight, index, deadline, flight.load, version)
         PLACE.set(place)  # of this task alone
         try:
             play = self._play_in_environment if self.task.environments else self._play
@@ -454,6 +461,11 @@ class RolloutLoop:
             rollout = Rollout([], [], [])
             flight.abandoned.add(index)
             self.record("rollout/timeout_count", 1)
+        except TooOld:
+            rollout = Rollout([], [], [])
+            flight.abandoned.add(index)
+            flight.too_old = True
+            self.record("rollout/unloaded_count", 1)
         except ServerError as error:
             raise RolloutError(f"sampling dataset row {group.row_index} failed: {error}") from error
         finally:
@@ -507,7 +519,9 @@ class RolloutLoop:
         rollout, group = await self._converse(flight, index, rollout_id), flight.group
         rollout.rollout_id = rollout_id
         group.rollouts[index] = rollout
-        flight.samples[index], drift = samples_of(rollout, group.group_id, group.row_index, group.version)
+        flight.samples[index], drift = samples_of(
+            rollout, group.group_id, group.row_index, PLACE.get().version
+        )
         tokens = sum(len(s.input_ids) for s in flight.samples[index])
         self._finished_rollouts += 1
         self._mean_tokens += (tokens - self._mean_tokens) / min(self._finished_rollouts, MEMORY)
@@ -591,9 +605,9 @@ class RolloutLoop:
     async def _judge(self, flight: Flight) -> tuple[dict, np.ndarray, str | None]:
         """Rewards by source, advantages, and why the group teaches nothing; a distillation has none of it."""
         group, count = flight.group, len(flight.group.rollouts)
-        if self.options.distills:
+        if self.options.distills or flight.too_old:
             group.rewards = np.full(count, np.nan)
-            return {}, np.zeros(count), None
+            return {}, np.zeros(count), TOO_OLD if flight.too_old else None
         sources = await self.rewards.sources(group, flight.abandoned, flight.earned)
         group.rewards = total_rewards(sources, count)
         advantages = np.asarray(self.compute_advantages(group), dtype=np.float64)

@@ -4,6 +4,9 @@
     cap of a server: cache tokens / max_model_len, then by its /metrics every 5 s (`next_cap`)
     a server is up while the trainer says that it holds the current weights, and its requests do not fail
 
+Where servers hold adapters (adapters.py), every request names that of the version its rollout began with. One
+that a server does not know is too old, or else the server was restarted and is down.
+
 A rollout whose server dies sends the very same request to another one. A server that was down is asked again
 once the trainer names it as holding the current version, or its own label is that version.
 
@@ -20,11 +23,17 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+
 from client import COMPLETIONS, Completion, Server, ServerError
 from conversation import RolloutError
 from questions import choose_endpoint, price
 
 POLL_S = 5.0  # between two looks at a server's /metrics
+
+
+class TooOld(Exception):
+    """The adapter a rollout began with was unloaded: nothing it samples will be trained on."""
 
 
 @dataclass
@@ -65,6 +74,7 @@ class Routing:
         self.options = options
         self.link = link
         self.metrics = metrics  # scoring.MetricsBuffer
+        self.adapters = options.lora_sync == "adapter"  # a version is a name there
         most = options.max_concurrent_rollouts
         self.loads = [
             Load(Server(url, options.vllm_server_timeout, connections=most), number, cap=most)
@@ -120,14 +130,20 @@ class Routing:
             try:
                 answer = await asyncio.get_running_loop().run_in_executor(self.requests, ask)
             except ServerError as error:
-                if not gave_up.is_set():
+                if self.adapters and error.status == 404:
+                    if place.version < self.link.version.value - self.options.max_staleness:
+                        raise TooOld from None
+                    error = lost_weights(load.server.url, f"lacks the adapter {request['model']}")
+                elif not gave_up.is_set():
                     raise
-                if not self.others(load):
+                elif not self.others(load):
                     continue  # they went down meanwhile: it is the last one now
                 self.set_down(load, str(error))
             else:
                 if self.options.rollout_only:  # whatever weights the servers hold are the right ones
                     answer.versions = None
+                if self.adapters:  # labels are those of the base weights
+                    answer.versions = np.full(len(answer.token_ids), place.version, dtype=np.int32)
                 if answer.versions is None or (answer.versions >= 0).all():
                     return answer
                 self.set_down(load, lost_weights(load.server.url))
@@ -205,7 +221,7 @@ class Routing:
         """A server's label of its weights and its /metrics; None for what it has not. On a thread."""
         label = values = None
         try:
-            label = load.server.weight_version()
+            label = None if self.adapters else load.server.weight_version()
         except ServerError:
             pass  # a server without that route, or one that is down: its requests are retried
         try:
@@ -239,8 +255,8 @@ class Routing:
         }
 
 
-def lost_weights(url: str) -> str:
+def lost_weights(url: str, how: str = "samples with weights that this run has not sent") -> str:
     return (
-        f"{url} samples with weights that this run has not sent: it was restarted, and holds those it "
-        "started with. Resume the run from its last checkpoint: every weight goes out before the first prompt"
+        f"{url} {how}: it was restarted, and holds what it started with. Resume the run from its last "
+        "checkpoint: all that is trained goes out before the first prompt"
     )

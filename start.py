@@ -33,6 +33,7 @@ import attention
 import checkpoint
 import pretrained
 import serve
+from adapters import served_rank, slots
 from client import Server
 from conversation import read_template
 from feed import LEAVING, PREEMPTED
@@ -180,6 +181,8 @@ def start_embedded(options: Options, ranks: Ranks, ends: ExitStack) -> Popen:
         "max_logprobs": max(options.top_k, options.num_sampler_logprobs),
         "transfer_timeout": options.vllm_server_timeout,
     }
+    if options.lora_sync == "adapter":
+        arguments |= {"enable_lora": True, "max_loras": slots(options), "max_lora_rank": served_rank(options)}
     process = serve.begin(serve.words(arguments))
     ends.callback(serve.end, process)
     return process

@@ -90,6 +90,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 RUN_AGAIN = "start this run again (every weight goes out before the first prompt, then it is resumed)"
 HALF = f"It is paused and may hold half an update: do not resume it; {RUN_AGAIN}, or restart the server."
 ADVICE = {  # by the step that failed: what the server holds, and what to do
+    "the adapter": "It holds what it held; mend that and start this run again.",
     "the rendezvous": "It holds what it held; mend that and start this run again.",
     "the pause": f"It holds what it held; {RUN_AGAIN}.",
     "the start": f"It is paused and holds what it held; {RUN_AGAIN}.",
@@ -99,25 +100,89 @@ ADVICE = {  # by the step that failed: what the server holds, and what to do
 }
 
 
-class WeightSync:
+class Fleet:
+    """The servers that get every version, until they fail. Only rank 0's has any."""
+
+    def __init__(self, servers, timeout_s: float, device: torch.device = torch.device("cpu")):  # noqa: B008
+        self.timeout_s = timeout_s
+        self.device = device
+        self.links = [Link(server, timeout_s, device) for server in servers]
+        self.version: int | None = None  # that every server in use holds
+        self.returned: queue.SimpleQueue = queue.SimpleQueue()  # links to servers that were lost
+        self.closed = False
+
+    def join(self, link: Link) -> None:
+        """Make a server that is back ready for the next update; whatever is wrong with it is raised."""
+        raise NotImplementedError
+
+    def in_use(self) -> list[Link]:
+        return [link for link in self.links if not link.lost]
+
+    def welcome(self) -> None:
+        """Servers that are back are in use again."""
+        while not self.returned.empty():
+            link = self.returned.get()
+            self.links[[old.server for old in self.links].index(link.server)] = link
+
+    def close(self) -> None:
+        self.closed = True
+        for link in self.links:
+            link.close()
+
+    def each(self, step: str, call) -> None:
+        """call(link) for every server in use, side by side."""
+        links = self.in_use()
+        if len(links) == 1:
+            return self.attempt(step, links[0], call)
+        with ThreadPoolExecutor(max(len(links), 1)) as pool:
+            failures = list(pool.map(lambda link: failure(call, link), links))
+        for link, error in zip(links, failures, strict=True):
+            self.settle(step, link, error)
+
+    def attempt(self, step: str, link: Link, call) -> None:
+        self.settle(step, link, failure(call, link))
+
+    def settle(self, step: str, link: Link, error: Exception | None) -> None:
+        """Leave out a server that has failed; SyncError where the run cannot go on without it."""
+        if error is None:
+            return
+        link.close()
+        link.lost = True
+        text = f"weights to {link.server.url}: {step} failed: {explain(error)}"
+        if self.version is None or not self.in_use() or (not link.labels and alive(link.server)):
+            raise SyncError(f"{text}. {ADVICE[step]}") from error
+        print(f"{text}; the run goes on without it, and takes it back once it answers", flush=True)
+        threading.Thread(target=self.take_back, args=(link,), daemon=True).start()
+
+    def take_back(self, lost: Link) -> None:
+        """On a thread: wait until a server answers again, and let it join again."""
+        said = None
+        while not self.closed:
+            time.sleep(RETRY_S)
+            if not alive(lost.server):
+                continue
+            link = Link(lost.server, self.timeout_s, self.device)
+            error = failure(self.join, link)
+            if error is None:
+                print(f"{link.server.url} is back, and gets the next update", flush=True)
+                return self.returned.put(link)
+            link.close()
+            if str(error) != said:
+                said = str(error)
+                print(f"{link.server.url} answers, but cannot be taken back: {said}", flush=True)
+
+
+class WeightSync(Fleet):
     """What train() calls `sync`: init, then prepare, pause, send, resume for each version, close at the end.
 
     Every rank has one; only rank 0's has servers. `init`, `prepare` and `send` are called by all ranks.
     """
 
     def __init__(self, servers, timeout_s: float, device: torch.device = torch.device("cpu")):  # noqa: B008
-        self.timeout_s = timeout_s
-        self.device = device
-        self.links = [Link(server, timeout_s, device) for server in servers]
+        super().__init__(servers, timeout_s, device)
         self.dtype_name = "float32"
-        self.version: int | None = None  # that every server in use holds
         self.update = None  # names, shapes and chunks of the one that is prepared
         self.packed = []  # its chunks that are ready, at most two
-        self.returned: queue.SimpleQueue = queue.SimpleQueue()  # links to servers that were lost
-        self.closed = False
-
-    def in_use(self) -> list[Link]:
-        return [link for link in self.links if not link.lost]
 
     def init(self) -> None:
         for link in self.links:
@@ -140,9 +205,7 @@ class WeightSync:
     @torch.no_grad()
     def prepare(self, model) -> None:
         """What can be done while the servers still generate: the next update's first chunks."""
-        while not self.returned.empty():
-            link = self.returned.get()
-            self.links[[old.server for old in self.links].index(link.server)] = link
+        self.welcome()
         if self.version is not None:
             self.each("the rendezvous", self.greet)
         parameters = sent_parameters(model)
@@ -154,6 +217,11 @@ class WeightSync:
         self.gathered = (full_tensor(merged(p).detach().to(dtype)) for _, p in parameters)
         self.update = names, shapes, chunks
         self.packed = [self.pack(chunk) for chunk in chunks[:2]]
+
+    def join(self, link: Link) -> None:
+        link.init()
+        if link.dtype_name != self.dtype_name:
+            raise SyncError(f"it holds {link.dtype_name}, the others {self.dtype_name}")
 
     def greet(self, link: Link) -> None:
         """A server that was restarted since the last update needs a new group."""
@@ -211,54 +279,3 @@ class WeightSync:
         """Let requests go on; the URLs of the servers that hold the new weights."""
         self.each("the resume", lambda link: link.server.resume())
         return [link.server.url for link in self.in_use()]
-
-    def close(self) -> None:
-        self.closed = True
-        for link in self.links:
-            link.close()
-
-    # ---- servers that fail
-
-    def each(self, step: str, call) -> None:
-        """call(link) for every server in use, side by side."""
-        links = self.in_use()
-        if len(links) == 1:
-            return self.attempt(step, links[0], call)
-        with ThreadPoolExecutor(max(len(links), 1)) as pool:
-            failures = list(pool.map(lambda link: failure(call, link), links))
-        for link, error in zip(links, failures, strict=True):
-            self.settle(step, link, error)
-
-    def attempt(self, step: str, link: Link, call) -> None:
-        self.settle(step, link, failure(call, link))
-
-    def settle(self, step: str, link: Link, error: Exception | None) -> None:
-        """Leave out a server that has failed; SyncError where the run cannot go on without it."""
-        if error is None:
-            return
-        link.close()
-        link.lost = True
-        text = f"weights to {link.server.url}: {step} failed: {explain(error)}"
-        if self.version is None or not self.in_use() or (not link.labels and alive(link.server)):
-            raise SyncError(f"{text}. {ADVICE[step]}") from error
-        print(f"{text}; the run goes on without it, and takes it back once it answers", flush=True)
-        threading.Thread(target=self.take_back, args=(link,), daemon=True).start()
-
-    def take_back(self, lost: Link) -> None:
-        """On a thread: wait until a server answers again, and form a new group with it."""
-        said = None
-        while not self.closed:
-            time.sleep(RETRY_S)
-            if not alive(lost.server):
-                continue
-            link = Link(lost.server, self.timeout_s, self.device)
-            error = failure(Link.init, link)
-            if error is None and link.dtype_name != self.dtype_name:
-                error = SyncError(f"it holds {link.dtype_name}, the others {self.dtype_name}")
-            if error is None:
-                print(f"{link.server.url} is back, and gets the next update", flush=True)
-                return self.returned.put(link)
-            link.close()
-            if str(error) != said:
-                said = str(error)
-                print(f"{link.server.url} answers, but cannot be taken back: {said}", flush=True)

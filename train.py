@@ -39,6 +39,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import attention
 import checkpoint
+from adapters import AdapterSync, choose
 from checkpoint import Progress, SaveError, Saver
 from feed import LEAVING, PREEMPTED, WAITING, Batch, Feed
 from generate import generate
@@ -72,7 +73,7 @@ from start import (
     recomputing_layers,
     start_embedded,
 )
-from sync import WeightSync
+from sync import Fleet, WeightSync
 from teachers import check_teachers
 
 PATIENCE_S = 60.0  # rank 0 tells the others this often that it still waits for rollouts
@@ -100,7 +101,8 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
         servers = reach_servers(options, embedded, vocabulary) if needs_servers else []
         if ranks.rank == 0 and rollouts is None:
             check_teachers(options, tokenizer, vocabulary)
-        sync = sync or WeightSync(servers, options.vllm_server_timeout, ranks.device)
+        if sync is None:
+            options, sync = make_sync(options, servers, ranks)
         budget = token_budget(options, servers, ranks)
         checkpoint_layers(model, recomputing_layers(options, model, budget, ranks))
         feed = make_feed(options, ranks, ends, rollouts, progress, version, servers, embedded, model, budget)
@@ -399,6 +401,16 @@ def token_budget(options: Options, servers: list, ranks: Ranks) -> int:
         budget = [min(server.models()[0]["max_model_len"] for server in servers)]
     dist.broadcast_object_list(budget, src=0, group=ranks.control)
     return budget[0]
+
+
+def make_sync(options: Options, servers: list, ranks: Ranks) -> tuple[Options, Fleet]:
+    """Merged weights, or adapters, to the servers; the options with what --lora_sync auto has come to."""
+    told = [choose(servers, options) if ranks.rank == 0 else None]
+    dist.broadcast_object_list(told, src=0, group=ranks.control)
+    options = replace(options, lora_sync=told[0])
+    if told[0] == "adapter":
+        return options, AdapterSync(servers, options, ranks.device)
+    return options, WeightSync(servers, options.vllm_server_timeout, ranks.device)
 
 
 def make_feed(

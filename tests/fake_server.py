@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 EOS = 2
@@ -109,6 +110,7 @@ class FakeServer:
         self.token_delay_s = 0.0  # its answers take this long
         self.gate: threading.Event | None = None  # completions wait for it
         self.weight_versions: list[dict] | None = None
+        self.adapters: dict[str, str] | None = None  # loaded ones and their folders; None = no such routes
         self.load = {"usage": 0.1, "running": 0, "waiting": 0, "preemptions": 0, "capacity": 64000}
         self.replies: dict[
             str, tuple[int, object]
@@ -159,17 +161,38 @@ class FakeServer:
     def handle(self, http, data: bytes | None) -> None:
         parts = urlsplit(http.path)
         body = json.loads(data) if data else {}
+        if self.dead:  # over a connection that was open
+            http.close_connection = True
+            return None
         with self._lock:
             self.calls.append((parts.path, dict(parse_qsl(parts.query)) or body))
         if parts.path in self.replies:
             return self.reply(http, *self.replies[parts.path])
+        if parts.path.endswith("_lora_adapter") and self.adapters is not None:
+            return self.reply(http, *self.adapt(parts.path, **body))
+        if body.get("model") and body["model"] not in (self.adapters or ()):
+            return self.reply(
+                http, 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
+            )
         if parts.path == "/v1/completions":
             return self.complete(http, body)
         if parts.path == "/inference/v1/generate" and self.tokens:
             return self.complete(http, {"prompt": body["token_ids"], **body["sampling_params"]}, tokens=True)
         self.reply(http, *self.control(parts.path, dict(parse_qsl(parts.query))))
 
+    def adapt(self, path: str, lora_name="", lora_path="") -> tuple[int, object]:
+        """As vLLM answers, which reads the folder itself."""
+        if not lora_name:
+            return 400, {"error": {"message": "Field required"}}
+        if path.startswith("/v1/unload"):
+            return (200, "Success") if self.adapters.pop(lora_name, None) else (404, {"error": "not found"})
+        if not Path(lora_path, "adapter_config.json").is_file():
+            return 404, {"error": {"message": f"Loading lora {lora_name} failed: No adapter found"}}
+        self.adapters[lora_name] = lora_path
+        return 200, "Success"
+
     def control(self, path: str, query: dict) -> tuple[int, object]:
+        loaded = [{"id": name, "parent": "m", "max_model_len": None} for name in self.adapters or ()]
         if path == "/pause":
             self.paused = True
         if path == "/resume":
@@ -177,7 +200,7 @@ class FakeServer:
         return {
             "/health": (200, ""),
             "/version": (200, {"version": "0.32.0"}),
-            "/v1/models": (200, {"data": [{"id": "m", "max_model_len": self.max_model_len}]}),
+            "/v1/models": (200, {"data": [{"id": "m", "max_model_len": self.max_model_len}, *loaded]}),
             "/metrics": (200, METRICS.format(**self.load)),
             "/get_world_size": (200, {"world_size": 2}),
             "/is_paused": (200, {"is_paused": self.paused}),

@@ -11,7 +11,7 @@ import pytest
 from checkpoint import Progress
 from conversation import RolloutError
 from feed import LEAVING, WAITING, Feed
-from messages import DeathMessage, GroupMessage, MetricsMessage
+from messages import TOO_OLD, DeathMessage, GroupMessage, MetricsMessage
 from packing import Planner, RowCost, Sample
 
 
@@ -130,6 +130,14 @@ def test_a_prompt_whose_group_was_too_old_is_sampled_again():
     producer.queue.put(group(0, size=2, version=9))
     _, last = drain(feed)
     assert last is None and feed.progress.position == 2
+
+
+def test_a_prompt_is_sampled_again_where_the_producer_says_that_its_group_is_too_old():
+    producer = Producer(group(0, size=2, dropped=TOO_OLD), group(1, size=2))
+    feed = feed_of(producer)
+    drain(feed, patience=0.3)
+    assert producer.again == [0] and feed.progress.position == 0
+    assert feed.dropped == {"too old": 2} and feed.window.values()["sample/dropped_stale_count"] == 2
 
 
 def test_what_the_planner_holds_never_gets_older_than_max_staleness():

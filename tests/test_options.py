@@ -75,6 +75,12 @@ def test_a_value_out_of_range_is_refused_with_its_name_and_range(name, value):
         ({"objective": "distill", "on_reward_error": "skip"}, "--on_reward_error has no effect"),
         ({"objective": "distill", "beta": 1.0, "add_tail_bucket": False}, "--beta 1 needs"),
         ({"objective": "distill", "teacher_server_urls": ["a=b"]}, "--teacher_server_urls b: a URL starts"),
+        ({"lora_sync": "merged"}, "--lora_sync has no effect without --lora_r"),
+        (
+            {"lora_r": 4, "lora_sync": "adapter", "rollout_only": True},
+            "--lora_sync has no effect where nothing",
+        ),
+        ({"lora_r": 4, "lora_sync": "adapter", "lora_modules_to_save": ["norm"]}, "leave one out"),
         ({"learning_rate": float("inf")}, "--learning_rate is inf"),
         ({"vllm_importance_sampling_clip_min": 5.0}, "must be below"),
         ({"vllm_server_base_url": ["embedded", "http://x"]}, "stands alone"),
@@ -184,4 +190,4 @@ def test_a_bad_command_line_is_one_line_and_exit_code_2(arguments, capsys):
 
 def test_the_list_of_options_grows_by_decision_only():
     """Adding an option is a decision: add it here too, and to README."""
-    assert len(dataclasses.fields(Options)) == 88
+    assert len(dataclasses.fields(Options)) == 89
