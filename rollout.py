@@ -703,6 +703,8 @@ class RolloutLoop:
         oldest = f", oldest {now - min(self._running.values()):.0f} s" if self._running else ""
         scoring = self._scoring + self._score_queue.qsize()
         parts = [f"{len(self._running)} rollouts in flight{oldest}", f"{scoring} groups being scored"]
+        if self.teachers:
+            parts.append(f"{self.teachers.asked} samples with teachers")
         if self._waiting_for:
             parts.append(f"waits for {self._waiting_for}")
         if down := self.routing.down():

@@ -63,6 +63,7 @@ class Teachers:
         self.metrics = metrics
         self.servers, self.threads, self.context = {}, {}, {}
         self.retried = 0  # requests, so far
+        self.asked = 0  # samples that are being scored, or wait to be
         for name, url in options.teacher_server_urls.items():
             self.servers[name] = Server(url, options.vllm_server_timeout, connections=REQUESTS)
             self.threads[name] = ThreadPoolExecutor(REQUESTS, thread_name_prefix="teacher")
@@ -79,9 +80,10 @@ class Teachers:
         """
         name = teacher_of(named, self.servers, "a sampled row")
         call = asyncio.get_running_loop().run_in_executor
+        self.asked += len(samples)
         asked = [call(self.threads[name], self._score, sample, name, vocabulary) for sample in samples]
-        for seconds in await asyncio.gather(*asked):
-            self.metrics.record("rollout/teacher_s", [seconds])
+        self.metrics.record("rollout/teacher_s", list(await asyncio.gather(*asked)))
+        self.asked -= len(samples)
         retried, self.retried = self.retried, sum(server.retry_count for server in self.servers.values())
         self.metrics.record("rollout/teacher_retry_count", self.retried - retried)
         for sample in samples:

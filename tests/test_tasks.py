@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import get_json_schema
 
-from tasks import sort
+from tasks import sort, two_orders
 from tiny import make
 
 TINY = Path(__file__).parent.parent / "tiny"
@@ -161,6 +161,18 @@ def test_answers_are_the_letters_in_order():
         for row in sort.dataset(size=20, length=length):
             letters = row["prompt"][0]["content"].removeprefix("sort: ")
             assert len(letters) == length and row["answer"] == "".join(sorted(letters))
+
+
+def test_two_orders_asks_for_either_in_turn():
+    rows = two_orders.dataset(size=4)
+    assert rows["teacher_id"] == ["sort", "tros"] * 2
+    for row, plain in zip(rows, sort.dataset(size=4), strict=True):
+        letters = plain["prompt"][0]["content"].removeprefix("sort: ")
+        assert row["prompt"][0]["content"] == f"{row['teacher_id']}: {letters}"
+        assert row["answer"] == "".join(sorted(letters, reverse=row["teacher_id"] == "tros"))
+    assert set(two_orders.dataset(kinds=["tros"], size=3)["teacher_id"]) == {"tros"}
+    with pytest.raises(ValueError, match="kinds is"):
+        two_orders.dataset(kinds=["up"])
 
 
 @pytest.mark.parametrize("options", [{"size": 0}, {"length": 0}])
