@@ -478,3 +478,12 @@ def test_one_server_object_serves_many_threads():
         for thread in threads:
             thread.join()
         assert len(answers) == 40 and time.monotonic() - started < 4, "one by one it takes 8 s"
+
+
+def test_health_is_asked_over_a_connection_of_its_own():
+    """A server that is going down keeps the connections it has and answers nothing on them (vLLM 0.32)."""
+    with FakeServer() as fake:
+        server = Server(fake.url)
+        server._session = None
+        server.health()
+        assert fake.calls == [("/health", {})]
