@@ -17,6 +17,7 @@ import sys
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 
 class OptionError(ValueError):
@@ -275,11 +276,11 @@ RANGES = [
     ("num_generations", lambda v: v >= 1, "at least 1"),
     ("max_completion_length", lambda v: v >= 1, "at least 1"),
     ("max_tool_calling_iterations", lambda v: v is None or v >= 1, "at least 1, or none"),
-    ("temperature", lambda v: v > 0, "above 0: a greedy sampler has no log-probabilities to train on"),
+    ("temperature", lambda v: v >= 0.01, "0.01 or more: vLLM samples at no lower one, and greedily at 0"),
     ("top_p", lambda v: 0 < v <= 1, "in (0, 1]"),
     ("top_k", lambda v: v >= 0, "0 (off) or more"),
     ("min_p", lambda v: 0 <= v < 1, "in [0, 1)"),
-    ("vllm_server_timeout", lambda v: v > 0, "above 0 seconds"),
+    ("vllm_server_timeout", lambda v: 0 < v < 1e8, "above 0 and below 1e8 seconds"),
     ("embedded_max_model_len", lambda v: v >= 8, "at least 8"),
     ("embedded_max_num_seqs", lambda v: v >= 1, "at least 1"),
     ("max_concurrent_rollouts", lambda v: v >= 1, "at least 1"),
@@ -314,7 +315,8 @@ RANGES = [
     ("max_steps", lambda v: v == -1 or v >= 1, "at least 1, or -1 for num_train_epochs"),
     ("weight_sync_steps", lambda v: v >= 1, "at least 1"),
     ("shard_size", lambda v: v is None or v >= 1, "at least 1, or none"),
-    ("ddp_timeout", lambda v: v > 0, "above 0 seconds"),
+    ("seed", lambda v: 0 <= v < 2**63, "0 to 2**63 - 1"),
+    ("ddp_timeout", lambda v: 0 < v < 1e8, "above 0 and below 1e8 seconds"),
     ("logging_steps", lambda v: v >= 1, "at least 1"),
     ("save_steps", lambda v: v >= 0, "0 (only at the end) or more"),
     ("save_total_limit", lambda v: v is None or v >= 1, "at least 1, or none"),
@@ -325,6 +327,9 @@ def check(options: Options) -> Options:
     """Refuse what cannot work, before anything expensive starts. Raises OptionError; returns the options."""
     if not options.model:
         raise OptionError("--model is required: a hub name or a directory with config.json and weights")
+    for name, value in vars(options).items():
+        if value == "" and name != "task":
+            raise OptionError(f"--{name} is empty; give it a value or leave it out")
     for name, allowed, text in RANGES:
         value = getattr(options, name)
         if isinstance(value, float) and not math.isfinite(value) or not allowed(value):
@@ -357,18 +362,40 @@ def check(options: Options) -> Options:
             "--num_train_epochs bounds it"
         )
     check_objective(options)
-    named = [("vllm_server_base_url", url) for url in options.vllm_server_base_url if url != "embedded"]
-    named += [("teacher_server_urls", url) for url in (options.teacher_server_urls or {}).values()]
-    for name, url in named:
-        if not str(url).startswith(("http://", "https://")):
-            raise OptionError(
-                f"--{name} {url}: a URL starts with http:// or https://, such as http://localhost:8000"
-            )
-    if "embedded" in options.vllm_server_base_url and not options.embedded:
+    check_urls(options)
+    if options.record is not None and Path(options.record).is_dir():
+        raise OptionError(f"--record {options.record} is a directory; name a file")
+    return options
+
+
+def check_urls(options: Options) -> None:
+    servers, teachers = options.vllm_server_base_url, options.teacher_server_urls or {}
+    if options.embedded:
+        servers = []
+    elif "embedded" in servers:
         raise OptionError(
             "--vllm_server_base_url embedded stands alone: it cannot be mixed with other servers"
         )
-    return options
+    for name, url in [
+        *(("vllm_server_base_url", url) for url in servers),
+        *(("teacher_server_urls", url) for url in teachers.values()),
+    ]:
+        if not is_url(url):
+            raise OptionError(f"--{name} {url}: a URL starts with http:// or https:// and names a host")
+    if len({url.rstrip("/") for url in servers}) < len(servers):
+        raise OptionError(f"--vllm_server_base_url names a server twice: {' '.join(servers)}")
+
+
+def is_url(url) -> bool:
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in ("http", "https")
+            and parts.port != 0
+            and parts.hostname.split() == [parts.hostname]
+        )
+    except (ValueError, AttributeError):  # a port out of range; not a text
+        return False
 
 
 def check_objective(options: Options) -> None:
@@ -394,6 +421,9 @@ def check_schedule(options: Options) -> None:
         raise OptionError(
             f"--lr_scheduler_kwargs: {unknown} has no effect, --lr_scheduler_type {kind} {takes}"
         )
+    for name, value in options.lr_scheduler_kwargs.items():
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise OptionError(f"--lr_scheduler_kwargs: {name} is {value!r}; it must be a number, 0 or more")
     if kind == "cosine_with_min_lr" and len(given & {"min_lr", "min_lr_rate"}) != 1:
         raise OptionError(
             f"--lr_scheduler_type {kind} needs one of min_lr and min_lr_rate: --lr_scheduler_kwargs "
@@ -490,7 +520,7 @@ def without_none(arguments: list[str]) -> tuple[list[str], list[str]]:
     words, unset = [], []
     for word in arguments:
         name = words[-1][2:] if words and words[-1].startswith("--") else ""
-        if word.lower() == "none" and name in kinds:
+        if word.lower() == "none" and name in kinds and word not in choices(name):
             if type(None) not in typing.get_args(kinds[name]):
                 raise OptionError(f"--{name} needs a value, not none")
             unset.append(name)
@@ -502,6 +532,10 @@ def without_none(arguments: list[str]) -> tuple[list[str], list[str]]:
     return words, unset
 
 
+def choices(name: str) -> list[str]:
+    return Options.__dataclass_fields__[name].metadata.get("choices", [])
+
+
 def file_arguments(path: Path) -> list[str]:
     """A YAML or JSON file of options, as words of a command line: checked as if they had been typed."""
     import yaml  # transformers brings it
@@ -510,23 +544,25 @@ def file_arguments(path: Path) -> list[str]:
         raise OptionError(f"no such file of options: {path}")
     try:
         values = yaml.safe_load(path.read_text())  # JSON is YAML
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise OptionError(f"{path} is neither YAML nor JSON: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise OptionError(f"{path} must hold one mapping of option names to values")
     known = {f.name for f in dataclasses.fields(Options)}
     if unknown := sorted(set(map(str, values)) - known):
         raise OptionError(f"{path} holds options that do not exist: {', '.join(unknown)}")
-    words = []
+    words, defaults = [], Options()
     for name, value in values.items():
-        many = value if isinstance(value, list) else [value]
-        words += [f"--{name}", *(as_word(one) for one in many)]
+        if value == getattr(defaults, name):  # an empty list could not be typed
+            continue
+        if value is None or isinstance(value, list):
+            words += [f"--{name}", *map(as_word, value or ["none"])]
+        else:
+            words.append(f"--{name}={as_word(value)}")  # it may begin with a dash
     return words
 
 
 def as_word(value) -> str:
-    if value is None:
-        return "none"
     return json.dumps(value) if isinstance(value, (dict, list, bool)) else str(value)
 
 

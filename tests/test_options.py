@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -19,6 +20,7 @@ def test_defaults_are_valid_and_documented():
     [
         ("num_generations", 1),
         ("temperature", 0.0),
+        ("temperature", 0.001),
         ("max_tool_calling_iterations", 0),
         ("top_p", 0.0),
         ("top_p", 1.5),
@@ -38,10 +40,14 @@ def test_defaults_are_valid_and_documented():
         ("eval_steps", 0),
         ("logging_steps", 0),
         ("vllm_server_timeout", 0.0),
+        ("vllm_server_timeout", 1e30),
+        ("ddp_timeout", 10**12),
+        ("seed", -1),
+        ("seed", 2**70),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_its_name_and_range(name, value):
-    with pytest.raises(OptionError, match=rf"--{name} is {value}; it must be"):
+    with pytest.raises(OptionError, match=re.escape(f"--{name} is {value}; it must be")):
         check(Options(model="m", task="t", **{name: value}))
 
 
@@ -54,6 +60,10 @@ def test_a_value_out_of_range_is_refused_with_its_name_and_range(name, value):
         ({"lr_scheduler_type": "cosine"}, "--max_steps"),
         ({"lr_scheduler_kwargs": {"num_cycles": 1}}, "num_cycles has no effect"),
         ({"lr_scheduler_type": "cosine_with_min_lr", "max_steps": 9}, "needs one of min_lr"),
+        (
+            {"lr_scheduler_type": "cosine", "max_steps": 9, "lr_scheduler_kwargs": {"num_cycles": "1"}},
+            "num_cycles is '1'; it must be a number",
+        ),
         ({"score_centering": False, "score_centering_tail": "drop"}, "no effect"),
         ({"score_centering": False, "num_sampler_logprobs": 4}, "no effect"),
         ({"per_device_train_batch_size": 4}, "no effect without --token_budget 0"),
@@ -84,6 +94,14 @@ def test_a_value_out_of_range_is_refused_with_its_name_and_range(name, value):
         ({"learning_rate": float("inf")}, "--learning_rate is inf"),
         ({"vllm_importance_sampling_clip_min": 5.0}, "must be below"),
         ({"vllm_server_base_url": ["embedded", "http://x"]}, "stands alone"),
+        ({"vllm_server_base_url": ["http://"]}, "names a host"),
+        ({"vllm_server_base_url": ["http://x y"]}, "names a host"),
+        ({"vllm_server_base_url": ["http://x:99999"]}, "names a host"),
+        ({"vllm_server_base_url": ["http://x", "http://x/"]}, "names a server twice"),
+        ({"objective": "distill", "teacher_server_urls": {"a": 5}}, "--teacher_server_urls 5: a URL starts"),
+        ({"eval_dataset": "", "eval_steps": 1}, "--eval_dataset is empty"),
+        ({"record": ""}, "--record is empty"),
+        ({"record": "."}, "--record . is a directory"),
         ({"eval_steps": 4}, "only together"),
         ({"rollout_only": True, "max_steps": 4}, "--num_train_epochs bounds it"),
         ({"eval_dataset": "x.jsonl"}, "only together"),
@@ -149,6 +167,8 @@ def test_json_options_become_dicts_and_lists_are_words():
         ("task_kwargs: [1]", "--task_kwargs must be a JSON object"),
         ("a: [1", "neither YAML nor JSON"),
         ("- 1", "one mapping"),
+        ("learning_rate: -0.5e-6", "--learning_rate is -5e-07"),
+        ("vllm_server_base_url: []", "expected at least one argument"),
     ],
 )
 def test_values_of_a_file_are_checked_as_if_they_had_been_typed(tmp_path, capsys, text, error):
@@ -166,6 +186,17 @@ def test_none_is_no_value_and_booleans_of_a_file_are_words(tmp_path):
     assert parsed.resume_from_checkpoint == "true" and parsed.bf16 is False
     assert parsed.vllm_importance_sampling_clip_min is parsed.vllm_importance_sampling_clip_max is None
     assert parse(["--rollout_timeout", "none", "--rollout_timeout", "3"]).rollout_timeout == 3.0
+
+
+def test_what_a_run_resolved_is_a_file_of_options_for_the_next(tmp_path):
+    path = tmp_path / "options.json"
+    for arguments in ([], ["--objective", "distill"], ["--lora_r", "4", "--report_to", "none"]):
+        first = parse(["--model", "m", "--task", "t", "--output_dir=-x", *arguments])
+        path.write_text(options.describe(first))
+        assert check(parse([str(path)])) == first
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(OptionError, match="neither YAML nor JSON"):
+        parse([str(path)])
 
 
 def test_options_cannot_be_abbreviated():
