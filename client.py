@@ -17,6 +17,7 @@ read by its place in the answer instead of its id (tests/test_client.py::test_sa
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import random
@@ -32,6 +33,7 @@ from requests.adapters import HTTPAdapter
 CONNECT_S = 10.0  # seconds to reach the machine; a refused connection fails at once
 LONGEST_WAIT_S = 30.0  # between two attempts of one request
 FIRST_NOTICE_S, NOTICE_EVERY_S = 30.0, 60.0
+ROUNDING = 1e-4  # how far above 0 a log-probability may lie
 OUTSIDE = -9999.0  # how JSON carries minus infinity: a token that sampling could not have drawn
 TOKEN_ID = "token_id:"
 COMPLETIONS, TOKENS = "/v1/completions", "/inference/v1/generate"
@@ -134,30 +136,44 @@ class Server:
         Server(self.url)._call("GET", "/health", timeout=min(self.timeout, timeout))
 
     def version(self) -> str:
-        return self._call("GET", "/version").json()["version"]
+        return self._read("/version", lambda answer: answer["version"])
 
     def models(self) -> list[dict]:
         """The served model first (`id`, `max_model_len`), loaded adapters after it."""
-        return self._call("GET", "/v1/models").json()["data"]
+        models = self._read("/v1/models", lambda answer: answer["data"])
+        with self._reading():
+            int(models[0]["max_model_len"])
+        return models
 
     def server_info(self) -> dict:
         """The resolved configuration, under `vllm_config`. The first call takes seconds."""
-        return self._call("GET", "/server_info", params={"config_format": "json"}).json()
+        info = self._read("/server_info", dict, {"config_format": "json"})
+        with self._reading():
+            dict(info["vllm_config"]["model_config"])
+        return info
 
     def world_size(self) -> int:
         """Workers that take part in a weight update (tensor x pipeline x data parallel)."""
-        return int(self._call("GET", "/get_world_size").json()["world_size"])
+        return self._read("/get_world_size", lambda answer: int(answer["world_size"]))
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges, see `parse_metrics`. ServerError with status 404 when the server has none."""
-        return parse_metrics(self._call("GET", "/metrics", timeout=min(self.timeout, 30.0)).text)
+        page = self._call("GET", "/metrics", timeout=min(self.timeout, 30.0)).text
+        with self._reading():
+            return parse_metrics(page)
 
     def weight_version(self) -> str:
         """The label of the weights in use: "default" until an update has set one."""
-        return self._call("GET", "/weight_info").json()["weight_version"]
+        return self._read("/weight_info", lambda answer: str(answer["weight_version"]))
 
     def is_paused(self) -> bool:
-        return bool(self._call("GET", "/is_paused").json()["is_paused"])
+        return self._read("/is_paused", lambda answer: bool(answer["is_paused"]))
+
+    def _read(self, path: str, pick, params=None):
+        """What `pick` finds in the JSON of an answer."""
+        response = self._call("GET", path, params=params)
+        with self._reading():
+            return pick(response.json())
 
     # ---- weight updates
 
@@ -280,7 +296,8 @@ class Server:
 
         def attempt(timeout: float) -> Completion:
             choice = self._sample(data, prompt_ids, timeout, endpoint)
-            return parse_choice(choice, min(logprobs or 0, listed or 0), restricted, listed is not None)
+            with self._reading():
+                return parse_choice(choice, min(logprobs or 0, listed or 0), restricted, listed is not None)
 
         return self._retried(attempt, deadline, give_up)
 
@@ -295,32 +312,46 @@ class Server:
         sampling = {"max_tokens": 1, "temperature": temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
         fields = {"prompt_logprobs": count, "return_token_ids": True, "repetition_penalty": 1.0}
         data = json.dumps({"prompt": ids, **sampling, **fields})
-        return self._retried(
-            lambda left: parse_scores(self._sample(data, ids, left, COMPLETIONS), ids, count + 1), None
-        )
+
+        def attempt(timeout: float) -> tuple[np.ndarray, np.ndarray]:
+            choice = self._sample(data, ids, timeout, COMPLETIONS)
+            with self._reading():
+                return parse_scores(choice, ids, count + 1)
+
+        return self._retried(attempt, None)
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids that the server makes of a prompt given as text."""
         body = {"prompt": text, "max_tokens": 1, "temperature": 1.0, "top_k": 1, "return_token_ids": True}
-        ids = self._call("POST", COMPLETIONS, body=body).json()["choices"][0].get("prompt_token_ids")
-        if ids is None:
-            raise ServerError(f"{self.url} does not honour return_token_ids: is this a vLLM server?", 400)
-        return ids
+        response = self._call("POST", COMPLETIONS, body=body)
+        with self._reading():
+            return list(response.json()["choices"][0]["prompt_token_ids"])
 
     def _sample(self, data: str, prompt_ids: list[int], timeout: float, endpoint: str) -> dict:
         response = self._call("POST", endpoint, data=data, timeout=timeout)
-        try:
+        with self._reading(502):  # cut off, by a proxy or a dying server
             choice = json.loads(response.content)["choices"][0]
-        except (ValueError, LookupError, TypeError) as error:  # cut off, by a proxy or a dying server
-            raise ServerError(f"{self.url} sent an answer that cannot be read: {error}", 502) from None
-        if choice["finish_reason"] == "abort":
-            raise ServerError(f"{self.url} aborted the request", status=503)
-        sent = choice.get("prompt_token_ids")
+            reason, sent = choice["finish_reason"], choice.get("prompt_token_ids")
+        if reason in ("abort", "error"):
+            raise ServerError(f"{self.url} ended the request: {reason}", status=503)
         if sent is not None and sent != list(prompt_ids):
             raise ServerError(
-                f"{self.url} sampled from {len(sent)} prompt tokens, not the {len(prompt_ids)} it got", 400
+                f"{self.url} sampled from another prompt than the {len(prompt_ids)} tokens it got", 400
             )
         return choice
+
+    @contextlib.contextmanager
+    def _reading(self, status: int = 400):
+        """What goes wrong inside is the answer's fault: a ServerError that names the server."""
+        try:
+            yield
+        except ServerError as error:
+            raise ServerError(f"{self.url}: {error}", error.status) from error
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            text = (
+                f"sent an answer that cannot be read ({type(error).__name__}: {error}): is it a vLLM server?"
+            )
+            raise ServerError(f"{self.url} {text}", status) from error
 
     def _retried(self, attempt, deadline: float | None, give_up=None):
         """attempt(timeout) until it succeeds: the only retry layer there is."""
@@ -412,7 +443,7 @@ def parse_choice(choice: dict, width: int, restricted: bool, scored: bool = True
     """
     if choice.get("token_ids") is None or (scored and choice.get("logprobs") is None):
         raise ServerError("the answer has no token ids or log-probabilities: is this a vLLM server?", 400)
-    token_ids = np.asarray(choice["token_ids"], dtype=np.int32)  # [L]
+    token_ids = as_ids(choice["token_ids"])  # [L]
     length = len(token_ids)
     sampled_logp = np.full(length, np.nan)
     topk_ids = topk_logp = candidates = None
@@ -425,13 +456,14 @@ def parse_choice(choice: dict, width: int, restricted: bool, scored: bool = True
         sampled = ids == token_ids[token]
         if np.count_nonzero(sampled) != length:
             raise ServerError("the answer lacks the log-probability of a sampled token", 400)
+        check_logp(logp)
         sampled_logp = logp[sampled]
         if width:
             topk_ids, topk_logp = most_likely(ids, logp, token, sampled, counts, width)
         if restricted and mask is not None:
             if len(mask) != length:
                 raise ServerError(f"the answer has {length} token ids but {len(mask)} sampling masks", 400)
-            candidates = flat(mask, np.int32), np.cumsum([0, *map(len, mask)])
+            candidates = as_ids(list(itertools.chain.from_iterable(mask))), np.cumsum([0, *map(len, mask)])
         elif (
             restricted
         ):  # a sampled token outside its own set makes the set unusable: empty = whole vocabulary
@@ -455,7 +487,7 @@ def listed_tokens(logprobs: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
     if "content" in logprobs:
         lists = [token["top_logprobs"] for token in logprobs["content"]]
-        ids = np.array([id_of(entry) for entries in lists for entry in entries], dtype=np.int32)
+        ids = as_ids([id_of(entry) for entries in lists for entry in entries])
         logp = np.array([entry["logprob"] for entries in lists for entry in entries], dtype=np.float64)
         return ids, logp, np.array(list(map(len, lists)), dtype=np.int64)
     lists = logprobs["top_logprobs"]
@@ -465,8 +497,8 @@ def listed_tokens(logprobs: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         raise ServerError(
             "log-probabilities are keyed by text; the server must honour return_tokens_as_token_ids", 400
         )
-    ids = np.fromstring(text.replace(TOKEN_ID, ""), dtype=np.int32, sep=" ")
-    return ids, flat(map(dict.values, lists), np.float64), counts
+    ids = as_ids(np.fromstring(text.replace(TOKEN_ID, ""), dtype=np.int64, sep=" "))
+    return ids, np.fromiter(itertools.chain.from_iterable(map(dict.values, lists)), np.float64), counts
 
 
 def parse_scores(choice: dict, ids: list[int], width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -476,10 +508,13 @@ def parse_scores(choice: dict, ids: list[int], width: int) -> tuple[np.ndarray, 
         raise ServerError("the answer lacks prompt_logprobs of the prompt: is this a vLLM server?", 400)
     counts = np.array([len(entry or ()) for entry in entries], dtype=np.int64)  # [L]
     listed = [item for entry in entries if entry for item in entry.items()]
-    found = np.array([int(token) for token, _ in listed], dtype=np.int32)  # [C]
+    found = as_ids([int(token) for token, _ in listed])  # [C]
     logp = np.array([value["logprob"] for _, value in listed], dtype=np.float64)  # [C]
+    check_logp(logp)
     place = np.repeat(np.arange(len(ids)), counts)  # [C]
     actual = found == np.asarray(ids, dtype=np.int32)[place]  # [C]
+    if np.count_nonzero(actual) != np.count_nonzero(counts):
+        raise ServerError("the answer lacks the log-probability of a token it was given", 400)
     return most_likely(found, logp, place, actual, counts, width)
 
 
@@ -488,8 +523,18 @@ def id_of(entry: dict) -> int:
     return entry["token_id"] if "token_id" in entry else int(entry["token"].removeprefix(TOKEN_ID))
 
 
-def flat(lists, dtype) -> np.ndarray:
-    return np.fromiter(itertools.chain.from_iterable(lists), dtype=dtype)
+def as_ids(ids) -> np.ndarray:
+    """Token ids as int32 [C]; ValueError for what can be none."""
+    found = np.asarray(ids)
+    if found.size and (found.dtype.kind != "i" or found.min() < 0 or found.max() > np.iinfo(np.int32).max):
+        raise ValueError(f"token ids must be whole numbers from 0 on, not {found}")
+    return found.astype(np.int32)
+
+
+def check_logp(logp: np.ndarray) -> None:
+    """ValueError for what is no log-probability; a NaN is none."""
+    if logp.size and not logp.max() <= ROUNDING:
+        raise ValueError(f"{logp.max()} is no log-probability")
 
 
 def most_likely(ids, logp, token, sampled, counts, width: int) -> tuple[np.ndarray, np.ndarray]:

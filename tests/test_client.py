@@ -423,8 +423,81 @@ def test_answers_that_cannot_be_trusted_are_refused():
         parse_choice(content, 1, False)
     with FakeServer() as fake:
         fake.script = [(200, {"choices": [choice_of([9], [{9: -1.0}], "stop") | {"prompt_token_ids": [3]}]})]
-        with pytest.raises(ServerError, match="sampled from 1 prompt tokens, not the 4"):
+        with pytest.raises(ServerError, match="another prompt than the 4 tokens"):
             ask(Server(fake.url, 5))
+
+
+TOP = ("logprobs", "top_logprobs", 0)
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "place, value",
+    [
+        *(((), value) for value in ({}, None, "text", 5)),
+        (("finish_reason",), ...),
+        *((("token_ids",), value) for value in ("abc", {"a": 1}, [5.5, 2], [2**40, 2], [None, 2], [-5, 2])),
+        *((("logprobs",), value) for value in ([1], "x", {}, {"content": None})),
+        *((TOP, value) for value in (None, [1], {"token_id:x": -1.0})),
+        *((TOP, {"token_id:5": value}) for value in (NAN, None, 1.5, [1])),
+        *((TOP, {"token_id:5": -1.0, name: -2.0}) for name in ("token_id:-7", "token_id:99999999999")),
+        (TOP, {"token_id:5": -1.0, "token_id:7": NAN}),
+        (("prompt_token_ids",), 5),
+        *(
+            (("weight_versions",), value)
+            for value in ("x", [{}], [{"version": "9" * 20, "start": 0, "end": 2}])
+        ),
+        *((("sampling_mask",), value) for value in (["a", "b"], [None, [2]], [[5, -1], [2]])),
+    ],
+)
+def test_an_answer_that_cannot_be_read_is_an_error_that_names_the_server(place, value):
+    content = choice_of([5, 2], [{5: -0.5, 7: -1.0}, {2: -0.1, 9: -3.0}], "stop")
+    at = content if place else value
+    for key in place[:-1]:
+        at = at[key]
+    if value is ...:
+        del at[place[-1]]
+    elif place:
+        at[place[-1]] = value
+    with FakeServer() as fake:
+        fake.script = [(200, {"choices": [content if place else value]})] * 2
+        with pytest.raises(ServerError, match=fake.url):
+            ask(Server(fake.url, 5, attempts=2, backoff_s=0.001), logprobs=2, top_k=4)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["b", [1], {"7": {}}, {"x": {"logprob": -1}}, {"8": {"logprob": -1}}]
+    + [{"9": {"logprob": value}} for value in (None, NAN, 3.0)]
+    + [{"9": {"logprob": -1}, wrong: {"logprob": -1}} for wrong in ("-3", "99999999999")],
+)
+def test_scores_that_cannot_be_read_are_an_error_that_names_the_server(entry):
+    with FakeServer() as fake:
+        fake.script = [(200, {"choices": [{"finish_reason": "length", "prompt_logprobs": [None, entry]}]})]
+        with pytest.raises(ServerError, match=fake.url):
+            Server(fake.url, 5).score([3, 9], 2)
+
+
+@pytest.mark.parametrize("reply", ["<html>", {}, [], {"data": []}, {"data": [{}]}, {"world_size": "x"}])
+def test_a_read_of_what_is_no_vllm_server_names_it(reply):
+    paths = {"/version": "version", "/v1/models": "models", "/server_info": "server_info"}
+    paths |= {"/get_world_size": "world_size", "/weight_info": "weight_version", "/is_paused": "is_paused"}
+    with FakeServer() as fake:
+        server = Server(fake.url, 5)
+        for path, name in paths.items():
+            fake.replies = {path: (200, reply)}
+            with pytest.raises(ServerError, match=fake.url):
+                getattr(server, name)()
+        fake.replies = {"/metrics": (200, "vllm:num_requests_running x"), "/v1/completions": (200, reply)}
+        for read in (server.metrics, lambda: server.tokenize("a")):
+            with pytest.raises(ServerError, match=f"{fake.url} sent an answer that cannot be read"):
+                read()
+
+
+def test_a_request_that_failed_inside_the_server_is_asked_for_again():
+    with FakeServer() as fake:
+        fake.script = [(200, {"choices": [choice_of([9], [{9: -1.0}], "error")]}), "200"]
+        assert ask(Server(fake.url, 5, backoff_s=0.001)).finish_reason == "stop" and len(fake.requests) == 2
 
 
 def test_versions_are_read_from_labels():

@@ -168,7 +168,7 @@ def test_json_options_become_dicts_and_lists_are_words():
         ("a: [1", "neither YAML nor JSON"),
         ("- 1", "one mapping"),
         ("learning_rate: -0.5e-6", "--learning_rate is -5e-07"),
-        ("vllm_server_base_url: []", "expected at least one argument"),
+        ("vllm_server_base_url: []", "--vllm_server_base_url needs a value"),
     ],
 )
 def test_values_of_a_file_are_checked_as_if_they_had_been_typed(tmp_path, capsys, text, error):
