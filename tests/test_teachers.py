@@ -225,7 +225,11 @@ def test_a_streamed_row_with_an_unknown_teacher_ends_the_run(model):
     [
         ({"tokenize": lambda text: [*text.encode()][::-1]}, {}, "must share a tokenizer"),
         ({"max_logprobs": 5}, {}, "at most 5 tokens, --teacher_top_k is 8: start it with --max-logprobs 8"),
-        ({"teach": lambda t, p, k: {"9999": {"logprob": -1.0}}}, {}, "names token 9999.*has 264 rows"),
+        (
+            {"teach": lambda t, p, k: teacher_entry(t, p, k) | {"9999": {"logprob": -1.0}}},
+            {},
+            "names token 9999.*has 264 rows",
+        ),
         ({}, {"teacher_temperature": 2.0}, "answers the same at temperature 2.0 as at 1"),
         ({"replies": {"/health": (503, {"error": "dead"})}}, {}, "did not come up"),
         ({"replies": {"/v1/completions": (200, {"choices": [{}]})}}, {}, "is this a vLLM server"),
