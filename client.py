@@ -348,8 +348,8 @@ class Server:
         except ServerError as error:
             raise ServerError(f"{self.url}: {error}", error.status) from error
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            text = f"sent an answer that cannot be read ({type(error).__name__}: {error}): is this a vLLM server?"
-            raise ServerError(f"{self.url} {text}", status) from error
+            what = f"{self.url} sent an answer that cannot be read ({type(error).__name__}: {error})"
+            raise ServerError(f"{what}: is this a vLLM server?", status) from error
 
     def _retried(self, attempt, deadline: float | None, give_up=None):
         """attempt(timeout) until it succeeds: the only retry layer there is."""
