@@ -677,7 +677,8 @@ class RolloutLoop:
             scored = rewards[~np.isnan(rewards)]
             self.metrics.record("eval/reward", scored.tolist())
             self.metrics.record("eval/pass@1", (scored > 0).astype(float).tolist())
-            self.metrics.record(f"eval/pass@{flight.left}", (int((scored > 0).any()), 1))
+            if flight.left > 1:
+                self.metrics.record(f"eval/pass@{flight.left}", (int((scored > 0).any()), 1))
             self._record_completions(flight)
         self.metrics.record("eval/version", version)
         self.metrics.record("eval/duration_s", time.monotonic() - started)

@@ -162,6 +162,28 @@ def test_tokens_that_the_teacher_says_nothing_of_leave_the_loss_and_its_divisor(
     assert run.loop._held_tokens == 0 and run.loop._sent_tokens == sum(map(len, samples))
 
 
+def test_at_beta_1_the_token_itself_is_the_signal(model):
+    with FakeServer() as fake, FakeServer() as teacher:
+        teacher.teach = lambda token, place, count: {
+            "5": {"logprob": -0.1},
+            str(token): {"logprob": -2.0 if place > 5 else -9999.0},  # 0 in the teacher's eyes
+        }
+        with Run(distilled(model, fake, teachers={"a": teacher, "b": teacher}, beta=1.0)) as run:
+            samples = [sample for group in run.groups(4) for sample in group.samples]
+    assert samples and all(np.flatnonzero(s.trained).tolist() == list(range(6, len(s))) for s in samples)
+
+
+def test_held_out_prompts_are_rewarded_one_rollout_each(model):
+    with FakeServer() as fake, FakeServer() as teacher:
+        held_out = {"eval_dataset": "rollout_tasks:held_out", "eval_steps": 4, "max_steps": 8}
+        options = distilled(model, fake, "rollout_tasks:lengths", teachers={"only": teacher}, **held_out)
+        with Run(options) as run:
+            run.until(lambda: run.metrics().get("eval/version") == [1])
+            values = run.metrics()
+    assert values["eval/reward"] == values["eval/pass@1"] == [0.0] * 3
+    assert "reward" not in values and all(sample.teacher_id == "only" for sample in run.groups()[0].samples)
+
+
 def test_a_sample_without_any_signal_is_not_sent(model):
     with FakeServer() as fake, FakeServer() as teacher:
         teacher.teach = lambda token, place, count: {}
