@@ -46,6 +46,10 @@ class GlooEngine(base.WeightTransferEngine):
     group = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
+        if self.device.type == "cpu" and any(hasattr(m, "w13_weight") for m in self.model.modules()):
+            raise RuntimeError(
+                "vLLM on a CPU keeps packed copies of experts that no update reaches; use a GPU"
+            )
         workers = self.parallel_config
         rank = workers.data_parallel_index * workers.world_size + workers.rank + init_info.rank_offset
         address, port, size = init_info.master_address, init_info.master_port, init_info.world_size
