@@ -87,6 +87,8 @@ class Prompts:
         for epoch in itertools.count():
             rows = iter(self.dataset)
             row, row_index = next(rows, None), 0
+            if row is None:
+                raise RolloutError(f"the dataset gave no row in epoch {epoch}: can it be read only once?")
             while row is not None:
                 following = next(rows, None)
                 if following is None:  # the size is told with the last prompt, not after it

@@ -44,7 +44,7 @@ def is_async(function) -> bool:
 
 def as_rewards(result, count: int) -> np.ndarray:
     """What a reward function returned, float64 [count], NaN = does not apply; TypeError, ValueError."""
-    if isinstance(result, (str, bytes, dict)) or not hasattr(result, "__len__"):
+    if isinstance(result, (str, bytes, dict, set)) or not hasattr(result, "__len__"):
         raise TypeError(f"it must return a list of {count} values, not {result!r}")
     if len(result) != count:
         raise ValueError(f"it returned {len(result)} values for {count} completions")
@@ -106,7 +106,7 @@ class Rewards:
             async with self._locks[name]:
                 result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
             return as_rewards(result, count)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return np.full(count, self.failed(name, f"reward function {name}", error))
 
     def failed(self, name: str, what: str, error: Exception) -> float:

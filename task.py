@@ -15,13 +15,17 @@ reach another process, so lambdas and closures are refused.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+GIVEN = {"prompts", "completions", "completion_ids"}  # what rewards are handed beside the columns
 
 
 @dataclass
@@ -57,10 +61,18 @@ def load_task(spec, task_kwargs: dict | None = None) -> Task:
         raise ValueError(f"task {name} has no dataset: define dataset(**task_kwargs)")
     task = Task(name, dataset, rewards, tools, environments)
     if dataset is not None:
-        row = next(iter(dataset), None)
+        rows = iter(dataset)
+        if rows is dataset:
+            raise ValueError(
+                f"the dataset of task {name} can be read only once, being a {type(rows).__name__}: return a "
+                "list, or datasets.IterableDataset.from_generator of it"
+            )
+        row = next(rows, None)
         if row is None:
             raise ValueError(f"the dataset of task {name} is empty")
         check_row(row, task, f"row 0 of task {name}")
+        for reward in rewards:
+            check_call(reward, {*row, *GIVEN} - {"prompt"}, name)
     elif None not in environments:
         raise ValueError(f"task {name} has several environments: a dataset must say which, in `environment`")
     return task
@@ -179,8 +191,25 @@ def source_names(rewards: list) -> list[str]:
     return names
 
 
+def check_call(reward, columns: set[str], task_name: str) -> None:
+    """TypeError for a reward function that does not take what it will be handed."""
+    with contextlib.suppress(ValueError):  # what is written in C has no signature to look at
+        signature = inspect.signature(reward)
+        try:
+            signature.bind(**dict.fromkeys(columns))
+        except TypeError as error:
+            raise TypeError(
+                f"reward {source_names([reward])[0]}{signature} of task {task_name} is called with "
+                f"{', '.join(sorted(columns))}: {error}. Let it take **columns, the rest of them, too"
+            ) from None
+
+
 def check_row(row: dict, task: Task, where: str) -> None:
     """ValueError unless a rollout can start from the row."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{where} is no row of columns but {row!r}; of a DatasetDict choose one split")
+    if task.rewards and (clash := row.keys() & GIVEN):
+        raise ValueError(f"{where} has a column {min(clash)}, which rewards get from the rollouts: rename it")
     if task.environments:
         environment_name(row, task.environments, where)
     if "prompt" in row or not task.environments:
@@ -192,19 +221,25 @@ def check_prompt(row: dict, where: str) -> None:
     if "prompt" not in row:
         raise ValueError(f"{where} has no column `prompt`; its columns are {sorted(row)}")
     prompt = row["prompt"]
-    conversational = (
-        isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt)
-    )
+    conversational = isinstance(prompt, list) and prompt and all(map(is_message, prompt))
     if not conversational:
         raise ValueError(
             f"the prompt of {where} is not conversational: it must be a list of messages like "
             f"[{{'role': 'user', 'content': ...}}], not {str(prompt)[:80]!r}"
         )
     for message in prompt:
-        parts = message.get("content")
-        for part in parts if isinstance(parts, list) else ():
-            if isinstance(part, dict) and "image" in str(part.get("type")):
-                raise ValueError(f"the prompt of {where} holds an image; only text can be trained on")
+        content = message.get("content")
+        if content is None and message.get("tool_calls"):
+            continue
+        for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text" or not isinstance(part.get("text"), str):
+                held = "an image" if "image" in str(kind) else f"the message {str(message)[:80]}"
+                raise ValueError(f"the prompt of {where} holds {held}; only text can be trained on")
+
+
+def is_message(message) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str)
 
 
 # --------------------------------------------------------------------------------------------------- tools

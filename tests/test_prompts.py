@@ -67,3 +67,14 @@ def test_stream_remembers_its_newest_rows_only(monkeypatch):
     assert source.next().group_id == 2
     with pytest.raises(RolloutError, match="prompt 0 of a stream is too far back"):
         source.next()
+
+
+def test_a_stream_that_is_used_up_after_one_epoch_is_an_error():
+    class Once:
+        rows = iter(ROWS)
+
+        def __iter__(self):
+            return self.rows
+
+    with pytest.raises(RolloutError, match="no row in epoch 1"):
+        drawn(Prompts(Once(), 2.0, 0, set()))

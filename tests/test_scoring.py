@@ -3,6 +3,8 @@
 Run: pytest tests/test_scoring.py
 """
 
+import asyncio
+
 import numpy as np
 import pytest
 from cases import case, reduced
@@ -91,3 +93,23 @@ def test_metrics_buffer_joins_values_as_their_names_say():
         "rollout/fork_frac": (8, 30),
     }
     assert buffer.take() == {}
+
+
+@pytest.mark.parametrize(
+    "result", ["ab", {0.0, 1.0}, {0: 1.0, 1: 2.0}, (r for r in "ab"), None, ["1", "2"], [1j, 0]]
+)
+def test_what_is_no_list_of_rewards_is_refused(result):
+    with pytest.raises(TypeError, match="must"):
+        scoring.as_rewards(result, 2)
+
+
+def leaves(**_):
+    raise SystemExit("bye")
+
+
+def test_a_reward_that_exits_is_a_reward_that_fails():
+    group = Group([Rollout([], [], [])], [[]], {}, None, 0, 0, 0)
+    errors = []
+    rewards = scoring.Rewards([leaves], "skip", lambda *measured: errors.append(measured))
+    assert np.isnan(asyncio.run(rewards.sources(group, set(), {}))["leaves"]).all()
+    assert errors == [("rewards/leaves/error_count", 1)]

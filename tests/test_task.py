@@ -3,8 +3,10 @@
 Run: pytest tests/test_task.py
 """
 
+import functools
 import json
 import textwrap
+import types
 
 import pytest
 import rollout_tasks
@@ -29,6 +31,53 @@ from task import eval_rows, load_task, opened
 def test_unusable_tasks_are_refused_by_name(spec, error, text):
     with pytest.raises(error, match=text):
         load_task(spec, {})
+
+
+def user(content) -> dict:
+    return {"prompt": [{"role": "user", "content": content}]}
+
+
+def task_of(dataset, *rewards) -> types.SimpleNamespace:
+    return types.SimpleNamespace(dataset=dataset, rewards=list(rewards or [rollout_tasks.by_place]))
+
+
+@pytest.mark.parametrize(
+    "row, text",
+    [
+        ("train", "'train'; of a DatasetDict choose one split"),
+        (["prompt"], "no row of columns"),
+        *((user(content), "row 0 .* holds the message") for content in (None, 5, {"a": 1}, ["a"])),
+        (user([{"type": "text", "text": None}]), "holds the message"),
+        (user([{"type": "video", "video": "x"}]), "holds the message"),
+        ({"prompt": [{"role": "user"}]}, "holds the message"),
+        ({"prompt": [{"role": None, "content": "x"}]}, "not conversational"),
+        (user("x") | {"completions": 1}, "has a column completions, which rewards get"),
+    ],
+)
+def test_rows_that_are_no_text_conversation_are_refused(row, text):
+    with pytest.raises(ValueError, match=text):
+        load_task(task_of([row]))
+
+
+def test_a_message_with_calls_needs_no_content():
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    load_task(task_of([{"prompt": [{"role": "assistant", "content": None, "tool_calls": [call]}]}]))
+
+
+def test_a_dataset_that_can_be_read_only_once_is_refused():
+    with pytest.raises(ValueError, match="read only once, being a generator"):
+        load_task(task_of(user("x") for _ in range(3)))
+
+
+def takes_answer(prompts, completions, completion_ids, answer):
+    return [0.0] * len(prompts)
+
+
+def test_a_reward_that_cannot_be_called_with_the_columns_is_refused_at_once():
+    load_task(task_of([user("x") | {"answer": 1}], takes_answer, functools.partial(takes_answer), dict))
+    for row, text in ((user("x"), "missing .* 'answer'"), (user("x") | {"answer": 1, "level": 2}, "'level'")):
+        with pytest.raises(TypeError, match=rf"reward takes_answer\(.*{text}.*\*\*columns"):
+            load_task(task_of([row], takes_answer))
 
 
 def test_task_is_found_by_path_and_by_module(tmp_path):
