@@ -15,6 +15,8 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import mmap
+import os
 import queue
 import re
 import threading
@@ -27,7 +29,7 @@ from messages import EndMessage, GroupMessage
 from packing import Sample
 
 AHEAD = 64  # groups that are read before they are asked for
-GROUP_ID = re.compile(r'^\{"group_id": (\d+)')
+GROUP = re.compile(r'\{"group_id": (\d+).*\}\n')  # a whole line of a recording
 
 
 class Recording:
@@ -35,6 +37,8 @@ class Recording:
 
     def __init__(self, path: str, go_on: bool):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
+        if go_on and Path(path).is_file():
+            drop_cut_line(path)
         self._file = open(path, "a" if go_on else "w")
 
     def write(self, message: GroupMessage) -> None:
@@ -44,6 +48,15 @@ class Recording:
         ]
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()  # a run that is killed has written all that it was given
+
+
+def drop_cut_line(path: str) -> None:
+    """Shorten a file to its last whole line: a run that was killed may have left half of one more."""
+    with open(path, "rb+") as file:
+        if file.seek(0, os.SEEK_END):
+            with mmap.mmap(file.fileno(), 0) as text:
+                end = text.rfind(b"\n") + 1
+            file.truncate(end)
 
 
 def encoded(value):
@@ -74,7 +87,7 @@ def read(line: str, where: str) -> GroupMessage:
             for sample in values.pop("samples")
         ]
         return GroupMessage(samples=samples, **values)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{where} is no recorded group: {error}") from error
 
 
@@ -86,11 +99,13 @@ class Replay:
     def __init__(self, path: str):
         self.path = path
         self.queue: queue.Queue = queue.Queue(AHEAD)
-        with open(path) as file:
-            found = [GROUP_ID.match(line) for line in file]
+        with open(path, errors="replace") as file:
+            found = list(map(GROUP.match, file))
         if not found or not all(found):
             bad = next((i for i, match in enumerate(found) if not match), 0)
-            raise ValueError(f"{path} is no recording: line {bad + 1} is no group")
+            raise ValueError(
+                f"{path} is no recording: line {bad + 1} is no whole group (cut off? then delete it)"
+            )
         self.size = len({match[1] for match in found})
         self._read_all = False
         self._error: Exception | None = None

@@ -64,14 +64,28 @@ def test_resumed_run_appends_and_a_replay_leaves_out_what_is_done(tmp_path):
     assert len(replayed(tmp_path / "r.jsonl")) == 2, "a fresh run writes a fresh file"
 
 
+def test_line_that_a_kill_has_cut_off_is_refused_at_start_and_dropped_by_a_resume(tmp_path):
+    path = tmp_path / "r.jsonl"
+    write(path, random_groups(2))
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(ValueError, match="line 2 is no whole group.*then delete it"):
+        Replay(str(path))
+    write(path, random_groups(1), go_on=True, first=1)
+    assert [m.group_id for m in replayed(path)[:-1]] == [0, 1]
+    path.write_bytes(b"")
+    write(path, random_groups(1), go_on=True)
+    assert len(replayed(path)) == 2
+
+
 def test_file_that_is_no_recording_is_refused(tmp_path):
-    for text in ("", "{}\n", '{"group_id": 0, "samples": []}\nprint(1)\n'):
-        (tmp_path / "r.jsonl").write_text(text)
+    for text in (b"", b"{}\n", b'{"group_id": 0, "samples": []}\nprint(1)\n', b"\xff\xfe\n"):
+        (tmp_path / "r.jsonl").write_bytes(text)
         with pytest.raises(ValueError, match="is no recording: line"):
             Replay(str(tmp_path / "r.jsonl"))
-    (tmp_path / "r.jsonl").write_text('{"group_id": 0, "samples": [{"input_ids": 1}]}\n')
-    with pytest.raises(RolloutError, match="line 1 of .* is no recorded group"):
-        check_until_error(Replay(str(tmp_path / "r.jsonl")))
+    for samples in ('[{"input_ids": 1}]', "[5]", "null"):
+        (tmp_path / "r.jsonl").write_text(f'{{"group_id": 0, "samples": {samples}}}\n')
+        with pytest.raises(RolloutError, match="line 1 of .* is no recorded group"):
+            check_until_error(Replay(str(tmp_path / "r.jsonl")))
 
 
 def check_until_error(replay: Replay) -> None:
