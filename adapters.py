@@ -40,17 +40,17 @@ class AdapterSync(Fleet):
         self.kept: list[int] = []  # versions, oldest first
 
     def init(self) -> None:
-        """Take away what an earlier start of this run has left, files and adapters."""
+        """Take away what an earlier start of this run has left."""
         if self.links:
             shutil.rmtree(self.folder, ignore_errors=True)
-        self.each("the adapter", self.join)
+        self.each("the loading", self.join)
 
     def prepare(self, model) -> None:
         self.state = adapter_state(model)
         self.welcome()
         newest = self.options.max_staleness + 1
         old, self.kept = self.kept[:-newest], self.kept[-newest:]
-        self.each("the adapter", self.align)
+        self.each("the loading", self.align)
         for version in old:
             shutil.rmtree(self.folder / f"v{version}")
 
@@ -61,7 +61,7 @@ class AdapterSync(Fleet):
         if self.links:
             save_adapter(self.folder / f"v{version}", self.state, self.options)
             self.kept.append(version)
-        self.each("the adapter", self.align)
+        self.each("the loading", self.align)
         self.version = version
 
     def resume(self) -> list[str]:

@@ -90,7 +90,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 RUN_AGAIN = "start this run again (every weight goes out before the first prompt, then it is resumed)"
 HALF = f"It is paused and may hold half an update: do not resume it; {RUN_AGAIN}, or restart the server."
 ADVICE = {  # by the step that failed: what the server holds, and what to do
-    "the adapter": "It holds what it held; mend that and start this run again.",
+    "the loading": "It holds what it held; mend that and start this run again.",
     "the rendezvous": "It holds what it held; mend that and start this run again.",
     "the pause": f"It holds what it held; {RUN_AGAIN}.",
     "the start": f"It is paused and holds what it held; {RUN_AGAIN}.",
