@@ -194,7 +194,7 @@ def fake():
 
 def lora_server(fake, **limits):
     config = {"max_lora_rank": 16, "max_loras": 3} | limits
-    fake.replies["/server_info"] = (200, {"vllm_config": {"lora_config": config}})
+    fake.replies["/server_info"] = (200, {"vllm_config": {"model_config": {}, "lora_config": config}})
     return Server(fake.url)
 
 
@@ -291,7 +291,7 @@ def test_a_server_that_does_not_fit_is_refused_with_the_flags_to_start_it_with(
 ):
     server = lora_server(fake, **{"max_lora_rank": 32, **(limits or {})})
     if limits is None:
-        fake.replies["/server_info"] = (200, {"vllm_config": {"lora_config": None}})
+        fake.replies["/server_info"] = (200, {"vllm_config": {"model_config": {}, "lora_config": None}})
     if "root" in change:
         fake.replies["/v1/models"] = (
             200,
@@ -321,7 +321,7 @@ def test_auto_means_adapters_where_every_server_takes_them(fake, capsys, tmp_pat
     assert choose([lora_server(fake)], whole) == "merged"
     assert "--lora_modules_to_save trains more" in capsys.readouterr().out
     with FakeServer() as plain:
-        plain.replies["/server_info"] = (200, {"vllm_config": {"lora_config": None}})
+        plain.replies["/server_info"] = (200, {"vllm_config": {"model_config": {}, "lora_config": None}})
         assert choose([lora_server(fake), Server(plain.url)], auto) == "merged"
         assert f"{plain.url} runs without LoRA" in capsys.readouterr().out
 
