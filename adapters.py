@@ -122,7 +122,7 @@ def served_rank(options: Options) -> int:
 def lora_limits(server) -> dict | None:
     """Its max_loras and max_lora_rank; neither where it does not tell, None where LoRA is off."""
     try:
-        return server.server_info()["vllm_config"]["lora_config"]
+        return server.server_info()["vllm_config"].get("lora_config", {})
     except ServerError as error:
         if error.status != 404:
             raise

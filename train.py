@@ -89,6 +89,8 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
     if options.replay:
         rollouts, sync = option_of("replay", Replay, options.replay), NoServers()
         options = replace(options, num_train_epochs=1.0)
+    if rollouts is not None and options.lora_sync == "auto":  # its requests may name no adapter
+        options = replace(options, lora_sync="merged")
     start = check_inputs(options, rollouts)
     with ExitStack() as ends:
         ranks = join_ranks(options)
