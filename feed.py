@@ -7,7 +7,6 @@
 A micro-batch is planned and packed while the device is busy with the one before (`packets_ahead`), for the
 version it will be trained at, and counts as used when its own turn comes (`begin`).
 
-
 The allowance is cumulative: tokens used up (trained or dropped) plus max(max_staleness, 1) x the tokens of
 the last step. Neither side may wait for the other: when the queue is empty while the allowance holds
 generation back, the allowance grows until a step closes

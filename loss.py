@@ -411,7 +411,11 @@ def check_row(row, vocabulary: int, objective: Objective) -> None:
     a sampler or teacher that are no log-probabilities, a distillation without a teacher."""
     if (np.diff(row.position) < 0).any():
         raise ValueError("the terms of a row must be sorted by position")
-    named = {"target": (row.target, 0), "candidate id": (row.candidate_ids, 0)}
+    named = {
+        "token id": (row.input_ids, 0),
+        "target": (row.target, 0),
+        "candidate id": (row.candidate_ids, 0),
+    }
     masses = {}
     if objective.policy is not None:
         named["id of the sampler's top-k"] = (row.topk_ids, -1)

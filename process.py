@@ -170,7 +170,7 @@ class RolloutProcess:
             functions_of(source, str(self.options.task))
         load_loop(self.options.rollout_loop)
         if self.options.record:
-            self._recording = Recording(self.options.record, go_on=version > 0 or position > 0)
+            self._recording = Recording(self.options.record, go_on=bool(version or position or finished))
         self._link.version.value = version
         self._link.beat.value = time.monotonic()
         self._process = self._context.Process(

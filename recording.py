@@ -92,7 +92,10 @@ def read(line: str, where: str) -> GroupMessage:
 
 
 class Replay:
-    """What train() calls `rollouts`: the groups of a recording, in order. One pass over it is one epoch."""
+    """What train() calls `rollouts`: the groups of a recording, in order. One pass over it is one epoch.
+
+    A group that was sampled again, for being too old or after a resume, counts as it was the last time.
+    """
 
     held = False
 
@@ -106,7 +109,8 @@ class Replay:
             raise ValueError(
                 f"{path} is no recording: line {bad + 1} is no whole group (cut off? then delete it)"
             )
-        self.size = len({match[1] for match in found})
+        self.last = {int(match[1]): number for number, match in enumerate(found, start=1)}
+        self.size = len(self.last)
         self._read_all = False
         self._error: Exception | None = None
         self._over = threading.Event()
@@ -120,9 +124,10 @@ class Replay:
         try:
             with open(self.path) as file:
                 for number, line in enumerate(file, start=1):
-                    message = read(line, f"line {number} of {self.path}")
-                    message.dataset_size = self.size
-                    if message.group_id >= position and message.group_id not in finished:
+                    group = int(GROUP.match(line)[1])
+                    if number == self.last[group] and group >= position and group not in finished:
+                        message = read(line, f"line {number} of {self.path}")
+                        message.dataset_size = self.size
                         self._put(message)
             self._put(EndMessage(self.size))
         except Exception as error:

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from conversation import Rollout, RolloutError
+from metrics import rule
 from task import source_names
 
 
@@ -178,16 +179,15 @@ class MetricsBuffer:
         self.values = {}
 
     def record(self, name: str, value) -> None:
-        last = name.rsplit("/", 1)[-1].split("_")
-        held = self.values.get(name)
+        reduced, held = rule(name), self.values.get(name)
         if isinstance(value, tuple):
             self.values[name] = value if held is None else (held[0] + value[0], held[1] + value[1])
         elif isinstance(value, list):
             self.values.setdefault(name, []).extend(value)
-        elif "count" in last:
+        elif reduced == "sum":
             self.values[name] = value + (held or 0)
-        elif "max" in last or "min" in last:
-            self.values[name] = value if held is None else (max if "max" in last else min)(held, value)
+        elif reduced in ("max", "min"):
+            self.values[name] = value if held is None else {"max": max, "min": min}[reduced](held, value)
         else:
             self.values.setdefault(name, []).append(value)
 

@@ -819,6 +819,8 @@ def test_ids_beyond_the_head_are_refused_with_both_numbers():
         score(make_row(**(good | {"target": [1, 5]})))
     with pytest.raises(ValueError, match="target is -1, "):
         score(make_row(**(good | {"target": [-1, 2]})))
+    with pytest.raises(ValueError, match="token id is 9, .*5 rows"):
+        loss.check_row(dataclasses.replace(make_row(**good).host, input_ids=np.array([9, 1])), 5, Objective())
     with pytest.raises(ValueError, match="candidate id is 7, .*5 rows"):
         score(make_row(**good, candidates=[[1, 7], []]))
     teacher = ([[0], [6]], [[-1.0], [-1.0]])

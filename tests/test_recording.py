@@ -60,6 +60,9 @@ def test_resumed_run_appends_and_a_replay_leaves_out_what_is_done(tmp_path):
     write(tmp_path / "r.jsonl", random_groups(2))
     write(tmp_path / "r.jsonl", random_groups(2), go_on=True, first=2)
     assert [m.group_id for m in replayed(tmp_path / "r.jsonl", position=1, finished={2})[:-1]] == [1, 3]
+    write(tmp_path / "r.jsonl", [[]], go_on=True, first=1)
+    messages = replayed(tmp_path / "r.jsonl")
+    assert [m.group_id for m in messages[:-1]] == [0, 2, 3, 1] and messages[3].dropped == "equal rewards"
     write(tmp_path / "r.jsonl", random_groups(1))
     assert len(replayed(tmp_path / "r.jsonl")) == 2, "a fresh run writes a fresh file"
 
