@@ -31,7 +31,7 @@ trap 'exit 1' INT TERM
 for kind in sort tros; do
     python serve.py --model "$out/$kind/checkpoint-40" --dtype float32 --port 0 >"$out/$kind/server" &
     teachers="$teachers $!"
-    until grep -q url "$out/$kind/server"; do kill -0 $!; sleep 1; done
+    until grep -qs url "$out/$kind/server"; do kill -0 $!; sleep 1; done
     urls="$urls $kind=$(sed 's/.*"url": "\([^"]*\)".*/\1/' "$out/$kind/server")"
 done
 train --objective distill --teacher_server_urls $urls \
