@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 import teachers
 from client import parse_scores
-from conversation import Rollout
+from conversation import Rollout, RolloutError
 from options import OptionError, Options
 from recording import Recording, read
 from rollout import RolloutLoop
@@ -142,6 +142,21 @@ def test_requests_are_limited_timed_and_retried(model, monkeypatch):
     values = run.metrics()
     assert most[0] == 2 and values["rollout/teacher_retry_count"] == 2
     assert len(values["rollout/teacher_s"]) == 16 and max(values["rollout/teacher_s"]) >= 0.02
+
+
+@pytest.mark.parametrize(
+    "step, text",
+    [((400, {"error": {"message": "no such model"}}), "no such model"), ("500", "gave up after")],
+)
+def test_a_teacher_that_refuses_or_stays_away_ends_the_run_by_name(model, step, text):
+    with FakeServer() as fake, FakeServer() as teacher:
+        teacher.script = [step] * 1000
+        options = distilled(model, fake, teachers={"a": teacher, "b": teacher}, vllm_server_timeout=0.3)
+        with (
+            Run(options) as run,
+            pytest.raises(RolloutError, match=f"teacher [ab] cannot score .* row [0-3]: .*{text}"),
+        ):
+            run.groups(1)
 
 
 def test_tokens_that_the_teacher_says_nothing_of_leave_the_loss_and_its_divisor(model):
