@@ -28,8 +28,9 @@ import sys
 import time
 import warnings
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,141 +80,155 @@ from teachers import check_teachers
 PATIENCE_S = 60.0  # rank 0 tells the others this often that it still waits for rollouts
 
 
+@dataclass
+class Run:
+    """What a run is made of and where it stands. Every rank has one; feed and logger are rank 0's alone."""
+
+    options: Options
+    ranks: Ranks
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    sync: Any
+    feed: Feed | None
+    logger: Logger | None
+    saver: Saver
+    watch: Stopwatch
+    objective: Objective
+    scale: LossScale
+    step: int  # optimizer steps so far
+    version: int  # of the weights the servers hold
+    batch: Any = WAITING  # the next micro-batch, or why there is none
+    window: Window = field(default_factory=Window)
+    rate: float = 0.0  # learning rate of the last step
+    ended: float = 0.0  # when the last step did, time.perf_counter()
+    nonfinite_in_a_row: int = 0
+
+    @property
+    def syncs(self) -> bool:
+        """Do the servers get the weights of the step that was just made?"""
+        return self.step % self.options.weight_sync_steps == 0
+
+
 def train(options: Options, rollouts=None, sync=None) -> Path:
     """Train to the end of the prompts or of max_steps; returns the last checkpoint. Every rank calls this.
 
     `rollouts` (default: the rollout process) and `sync` (default: packed weights to the servers) can be
     replaced by anything with the same methods, see README. Only rank 0 uses `rollouts`.
     """
-    check(options)
-    if options.replay:
-        rollouts, sync = option_of("replay", Replay, options.replay), NoServers()
-        options = replace(options, num_train_epochs=1.0)
-    if rollouts is not None and options.lora_sync == "auto":  # its requests may name no adapter
-        options = replace(options, lora_sync="merged")
-    start = check_inputs(options, rollouts)
     with ExitStack() as ends:
-        ranks = join_ranks(options)
-        needs_servers = ranks.rank == 0 and (rollouts is None or sync is None)
-        embedded = start_embedded(options, ranks, ends) if needs_servers and options.embedded else None
-        model, tokenizer = load_model(options, ranks)
-        optimizer, scheduler = make_optimizer(options, model)
-        step, version, progress = resume(start, model, optimizer, scheduler)
-        vocabulary = model.get_input_embeddings().num_embeddings
-        servers = reach_servers(options, embedded, vocabulary) if needs_servers else []
-        if ranks.rank == 0 and rollouts is None:
-            check_teachers(options, tokenizer, vocabulary)
-        if sync is None:
-            options, sync = make_sync(options, servers, ranks)
-        budget = token_budget(options, servers, ranks)
-        checkpoint_layers(model, recomputing_layers(options, model, budget, ranks))
-        feed = make_feed(options, ranks, ends, rollouts, progress, version, servers, embedded, model, budget)
-        logger = Logger(options, step) if ranks.rank == 0 else None
-        saver = Saver(options, model, optimizer, tokenizer, start)
-
-        @ends.push
-        def last_words(kind, *_):
-            if feed:
-                print(feed.ledger(), flush=True)
-            if embedded and embedded.poll() is not None:  # an error of whoever called it says less
-                print(obituary(embedded), flush=True)
-            if feed and kind:
-                saved = saver.saved
-                how = f"go on with --resume_from_checkpoint {saved}" if saved else "nothing was saved yet"
-                print(f"{ranks.leaving.cause()}stopped after step {step}; {how}", flush=True)
-
-        ends.callback(saver.close)
-        watch, window = Stopwatch(ranks.device.type == "cuda"), Window()
-        if ranks.rank == 0:
-            watch.speak_up("perf/rollout_wait_s")
-        sync.init()
-        ends.callback(sync.close)
-        update_weights(sync, model, version, feed, ranks, watch)  # before the first prompt, on resume too
-        watch.take()
-
-        ranks.leaving.in_loop = True
-        step_started = time.perf_counter()
-        objective = make_objective(options)
-        nonfinite_in_a_row, scale = 0, LossScale(options.compute_dtype)
-        batch = WAITING
-        while options.max_steps < 0 or step < options.max_steps:
-            trained_tokens = microbatches = 0
-            for number in range(options.gradient_accumulation_steps):
-                with watch("perf/rollout_wait_s"):
-                    while batch == WAITING:
-                        batch = next_batch(feed, ranks)
-                if batch == LEAVING:
-                    ranks.leaving.leave()
-                if not isinstance(batch, Batch):  # the prompts are used up: the step closes with what it has
-                    break
-                if feed:
-                    feed.begin()
-                row, tokens, teachers = batch.row, batch.trained_tokens, batch.teachers
-                with watch("perf/fwd_bwd_s", on_device=True):
-                    total, stats = forward_backward(
-                        model, row, tokens, objective, options, scale.value, watch
-                    )
-                closes = number == options.gradient_accumulation_steps - 1
-                updates = closes and (step + 1) % options.weight_sync_steps == 0
-                batch = WAITING
-                if not closes or step + 1 != options.max_steps:  # while the device is busy
-                    batch = next_batch(feed, ranks, ahead_for=version + updates)
-                window.add("loss", (total, row.terms))
-                term_metrics(window, stats, row, teachers)
-                trained_tokens += tokens
-                microbatches += 1
-            if microbatches == 0 or batch == PREEMPTED:  # a server may be gone already: nothing more is sent
+        run = begin(options, rollouts, sync, ends)
+        options, model, watch = run.options, run.model, run.watch
+        while options.max_steps < 0 or run.step < options.max_steps:
+            trained_tokens, microbatches = accumulate(run)
+            if microbatches == 0 or run.batch == PREEMPTED:  # a server may be gone already: no more is sent
                 break
-            rate = scheduler.get_last_lr()[0]
+            run.rate = run.scheduler.get_last_lr()[0]
             divisor = step_divisor(options.loss_normalization, trained_tokens, microbatches)
             with watch("perf/optimizer_s", on_device=True):
-                divisor *= scale.value
-                grad_norm = optimizer_step(model, optimizer, scheduler, divisor, options.max_grad_norm)
-            scale.update(math.isfinite(grad_norm))
-            nonfinite_in_a_row = 0 if math.isfinite(grad_norm) else nonfinite_in_a_row + 1
-            step += 1
-            if nonfinite_in_a_row == 3:
-                stop_for_nonfinite_gradients(options, feed, step)
-            if step % options.weight_sync_steps == 0:
-                version += 1
-                update_weights(sync, model, version, feed, ranks, watch)
-
-            window.settle()
-            window.add("grad_norm", grad_norm)
-            window.add("nonfinite_grad_count", 1 if ranks.rank == 0 and not math.isfinite(grad_norm) else 0)
-            seconds = {**watch.take(), "perf/step_s": time.perf_counter() - step_started}
-            step_started = time.perf_counter()
-            window.update(seconds)
-            if feed:
-                feed.close_step(seconds, microbatches)
-                logger.progress(step, feed.share_done(step), feed.rollouts.status())
-            if step % options.logging_steps == 0:
-                log(logger, window, feed, step, rate, ranks)
-                window = Window()
-            if options.save_steps and step % options.save_steps == 0:
-                with watch("perf/save_s"):
-                    saver.save(step, state_of(feed, version))
-        if window.totals and step % options.logging_steps:  # the last steps may not fill a window
-            log(logger, window, feed, step, rate, ranks)
-        with contextlib.suppress(SaveError):  # it has been said
-            saver.wait()
-        if saver.saved is None or saver.saved.name != f"checkpoint-{step}":
-            saver.save(step, state_of(feed, version))
-            saver.wait()
-        if options.eval_steps and batch != PREEMPTED:
-            if step % options.weight_sync_steps:  # the last weights are evaluated too
-                update_weights(sync, model, version + 1, feed, ranks, watch)
-            for values in feed.evaluations() if feed else ():
-                logger.record({"step": step, "num_tokens": feed.forwarded_tokens, **values})
-        if feed and batch == PREEMPTED:
-            print(
-                f"SIGTERM: stopped after step {step}; go on with --resume_from_checkpoint {saver.saved}",
-                flush=True,
-            )
-        elif feed:
-            print(f"done after {step} steps: {saver.saved}", flush=True)
+                scaled = divisor * run.scale.value
+                norm = optimizer_step(model, run.optimizer, run.scheduler, scaled, options.max_grad_norm)
+            run.step += 1
+            judge(run, norm)
+            if run.syncs:
+                run.version += 1
+                update_weights(run)
+            close_step(run, norm, microbatches)
+        finish(run)
     dist.destroy_process_group()
-    return saver.saved
+    return run.saver.saved
+
+
+def accumulate(run: Run) -> tuple[int, int]:
+    """Forward and backward of a step's micro-batches: trained tokens of all ranks, and how many there were.
+
+    Fewer than gradient_accumulation_steps where the prompts are used up: the step closes with what it has.
+    """
+    options, feed = run.options, run.feed
+    trained_tokens = microbatches = 0
+    while microbatches < options.gradient_accumulation_steps:
+        with run.watch("perf/rollout_wait_s"):
+            while run.batch == WAITING:
+                run.batch = next_batch(feed, run.ranks)
+        if run.batch == LEAVING:
+            run.ranks.leaving.leave()
+        if not isinstance(run.batch, Batch):
+            break
+        if feed:
+            feed.begin()
+        batch, run.batch = run.batch, WAITING
+        with run.watch("perf/fwd_bwd_s", on_device=True):
+            total, stats = forward_backward(
+                run.model, batch.row, batch.trained_tokens, run.objective, options, run.scale.value, run.watch
+            )
+        trained_tokens += batch.trained_tokens
+        microbatches += 1
+        closes = microbatches == options.gradient_accumulation_steps
+        if not closes or run.step + 1 != options.max_steps:  # while the device is busy
+            updates = closes and (run.step + 1) % options.weight_sync_steps == 0
+            run.batch = next_batch(feed, run.ranks, ahead_for=run.version + updates)
+        run.window.add("loss", (total, batch.row.terms))
+        term_metrics(run.window, stats, batch.row, batch.teachers)
+    return trained_tokens, microbatches
+
+
+def judge(run: Run, norm: float) -> None:
+    """Count gradients that are not finite; three steps in a row of them end the run."""
+    finite = math.isfinite(norm)
+    run.scale.update(finite)
+    run.nonfinite_in_a_row = 0 if finite else run.nonfinite_in_a_row + 1
+    if run.nonfinite_in_a_row < 3:
+        return
+    where = ""
+    if run.feed:
+        path = Path(run.options.output_dir) / f"nonfinite-step-{run.step}.pickle"
+        path.write_bytes(pickle.dumps(run.feed.last_plan))
+        where = f"; the last micro-batch is in {path}"
+    raise RuntimeError(f"gradients were not finite three steps in a row{where}")
+
+
+def close_step(run: Run, norm: float, microbatches: int) -> None:
+    """Metrics, and a checkpoint where one is due."""
+    options, window = run.options, run.window
+    window.settle()
+    window.add("grad_norm", norm)
+    window.add("nonfinite_grad_count", 1 if run.ranks.rank == 0 and not math.isfinite(norm) else 0)
+    now = time.perf_counter()
+    seconds = {**run.watch.take(), "perf/step_s": now - run.ended}
+    run.ended = now
+    window.update(seconds)
+    if run.feed:
+        run.feed.close_step(seconds, microbatches)
+        run.logger.progress(run.step, run.feed.share_done(run.step), run.feed.rollouts.status())
+    if run.step % options.logging_steps == 0:
+        log(run)
+    if options.save_steps and run.step % options.save_steps == 0:
+        with run.watch("perf/save_s"):
+            run.saver.save(run.step, state_of(run))
+
+
+def finish(run: Run) -> None:
+    """What is left when the last step is made: metrics, checkpoint, evaluation, a last line."""
+    options, saver = run.options, run.saver
+    if run.window.totals and run.step % options.logging_steps:  # the last steps may not fill a window
+        log(run)
+    with contextlib.suppress(SaveError):  # it has been said
+        saver.wait()
+    if saver.saved is None or saver.saved.name != f"checkpoint-{run.step}":
+        saver.save(run.step, state_of(run))
+        saver.wait()
+    preempted = run.batch == PREEMPTED
+    if options.eval_steps and not preempted:
+        if not run.syncs:  # the last weights are evaluated too
+            run.version += 1
+            update_weights(run)
+        for values in run.feed.evaluations() if run.feed else ():
+            run.logger.record({"step": run.step, "num_tokens": run.feed.forwarded_tokens, **values})
+    if run.feed and preempted:
+        how = f"go on with --resume_from_checkpoint {saver.saved}"
+        print(f"SIGTERM: stopped after step {run.step}; {how}", flush=True)
+    elif run.feed:
+        print(f"done after {run.step} steps: {saver.saved}", flush=True)
 
 
 # ---- the step ----
@@ -330,52 +345,106 @@ def optimizer_step(model, optimizer, scheduler, divisor: int, max_grad_norm: flo
     return float(norm)
 
 
-def update_weights(sync, model, version: int, feed: Feed | None, ranks: Ranks, watch: Stopwatch) -> None:
-    """Give the servers the model as `version`; it is published with the URLs of those that hold it."""
+def update_weights(run: Run) -> None:
+    """Give the servers the model as run.version; it is published with the URLs of those that hold it."""
+    sync, watch = run.sync, run.watch
     with watch("perf/weight_sync_s"):
         with watch("perf/weight_sync_barrier_s"):
-            dist.barrier(ranks.control)
+            dist.barrier(run.ranks.control)
         with watch("perf/weight_sync_prepare_s"):
-            sync.prepare(model)
+            sync.prepare(run.model)
         with watch("perf/weight_sync_pause_s"):
             sync.pause()
         with watch("perf/weight_sync_transfer_s"):
-            sync.send(model, version)
+            sync.send(run.model, run.version)
         servers = sync.resume()
-    if feed:
-        feed.start_version(version, servers)
+    if run.feed:
+        run.feed.start_version(run.version, servers)
 
 
-def stop_for_nonfinite_gradients(options: Options, feed: Feed | None, step: int) -> None:
-    if feed:
-        path = Path(options.output_dir) / f"nonfinite-step-{step}.pickle"
-        path.write_bytes(pickle.dumps(feed.last_plan))
-        raise RuntimeError(
-            f"gradients were not finite three steps in a row; the last micro-batch is in {path}"
-        )
-    raise RuntimeError("gradients were not finite three steps in a row")
-
-
-def log(
-    logger: Logger | None, window: Window, feed: Feed | None, step: int, rate: float, ranks: Ranks
-) -> None:
-    """Reduce the window over the ranks; rank 0 writes its record."""
-    windows = [None] * ranks.size if ranks.rank == 0 else None
-    dist.gather_object(window, windows, dst=0, group=ranks.control)
-    if feed:
-        merged = feed.take_window()
+def log(run: Run) -> None:
+    """Reduce the window over the ranks and open the next; rank 0 writes its record."""
+    window, run.window = run.window, Window()
+    windows = [None] * run.ranks.size if run.ranks.rank == 0 else None
+    dist.gather_object(window, windows, dst=0, group=run.ranks.control)
+    if run.feed:
+        merged = run.feed.take_window()
         for other in windows:
             merged.merge(other)
         values = {
-            "step": step,
-            "epoch": feed.epoch,
-            "num_tokens": feed.forwarded_tokens,
-            "learning_rate": rate,
+            "step": run.step,
+            "epoch": run.feed.epoch,
+            "num_tokens": run.feed.forwarded_tokens,
+            "learning_rate": run.rate,
         }
-        logger.record({**values, **merged.values()})
+        run.logger.record({**values, **merged.values()})
 
 
 # ---- what the step runs on ----
+
+
+def begin(options: Options, rollouts, sync, ends: ExitStack) -> Run:
+    """Everything before the first step. `ends` gets what has to be undone when the run is over."""
+    check(options)
+    if options.replay:
+        rollouts, sync = option_of("replay", Replay, options.replay), NoServers()
+        options = replace(options, num_train_epochs=1.0)
+    if rollouts is not None and options.lora_sync == "auto":  # its requests may name no adapter
+        options = replace(options, lora_sync="merged")
+    start = check_inputs(options, rollouts)
+    ranks = join_ranks(options)
+    needs_servers = ranks.rank == 0 and (rollouts is None or sync is None)
+    embedded = start_embedded(options, ranks, ends) if needs_servers and options.embedded else None
+    model, tokenizer = load_model(options, ranks)
+    optimizer, scheduler = make_optimizer(options, model)
+    step, version, progress = resume(start, model, optimizer, scheduler)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    servers = reach_servers(options, embedded, vocabulary) if needs_servers else []
+    if ranks.rank == 0 and rollouts is None:
+        check_teachers(options, tokenizer, vocabulary)
+    if sync is None:
+        options, sync = make_sync(options, servers, ranks)
+    budget = token_budget(options, servers, ranks)
+    checkpoint_layers(model, recomputing_layers(options, model, budget, ranks))
+    feed = make_feed(options, ranks, ends, rollouts, progress, version, servers, embedded, model, budget)
+    run = Run(
+        options=options,
+        ranks=ranks,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        sync=sync,
+        feed=feed,
+        logger=Logger(options, step) if feed else None,
+        saver=Saver(options, model, optimizer, tokenizer, start),
+        watch=Stopwatch(ranks.device.type == "cuda"),
+        objective=make_objective(options),
+        scale=LossScale(options.compute_dtype),
+        step=step,
+        version=version,
+    )
+    ends.push(lambda kind, *_: last_words(run, embedded, kind))
+    ends.callback(run.saver.close)
+    if feed:
+        run.watch.speak_up("perf/rollout_wait_s")
+    sync.init()
+    ends.callback(sync.close)
+    update_weights(run)  # before the first prompt, on resume too
+    run.watch.take()
+    ranks.leaving.in_loop = True
+    run.ended = time.perf_counter()
+    return run
+
+
+def last_words(run: Run, embedded, failed) -> None:
+    if run.feed:
+        print(run.feed.ledger(), flush=True)
+    if embedded and embedded.poll() is not None:  # an error of whoever called it says less
+        print(obituary(embedded), flush=True)
+    if run.feed and failed:
+        saved = run.saver.saved
+        how = f"go on with --resume_from_checkpoint {saved}" if saved else "nothing was saved yet"
+        print(f"{run.ranks.leaving.cause()}stopped after step {run.step}; {how}", flush=True)
 
 
 def make_objective(options: Options) -> Objective:
@@ -456,13 +525,13 @@ def resume(start: Path | None, model, optimizer, scheduler) -> tuple[int, int, P
     return state["step"], state["version"], Progress(state["position"], state["beyond"], state["num_tokens"])
 
 
-def state_of(feed: Feed | None, version: int) -> dict:
+def state_of(run: Run) -> dict:
     """What rollout_state.json holds of the run: rank 0 knows it."""
-    if feed is None:
+    if run.feed is None:
         return {}
-    progress = feed.progress
-    state = {"version": version, "position": progress.position, "beyond": sorted(progress.beyond)}
-    return state | {"num_tokens": feed.forwarded_tokens}
+    progress = run.feed.progress
+    state = {"version": run.version, "position": progress.position, "beyond": sorted(progress.beyond)}
+    return state | {"num_tokens": run.feed.forwarded_tokens}
 
 
 @record  # under torchrun: its report then ends with the traceback
