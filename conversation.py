@@ -239,13 +239,16 @@ class Renderer:
         return held + whole[end + 1 :]
 
     def ids(self, messages: list[dict], schemas: list[dict] | None, add_generation_prompt: bool) -> list[int]:
-        text = self.tokenizer.apply_chat_template(
-            [renderable(message) for message in messages],
-            tools=schemas or None,
-            add_generation_prompt=add_generation_prompt,
-            tokenize=False,
-            **self.template_kwargs,
-        )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [renderable(message) for message in messages],
+                tools=schemas or None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **self.template_kwargs,
+            )
+        except Exception as error:  # a template raises what it likes
+            raise RolloutError(f"{first_line(error)}, says the chat template of {messages}") from error
         text = text.encode(errors="replace").decode()  # half a surrogate pair is no text to a tokenizer
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -457,7 +460,7 @@ def probe(renderer: Renderer, schemas: list[dict]) -> str | None:
     question = [{"role": "user", "content": "What is 2 + 3?"}]
     try:
         sent = renderer.tokenizer.decode(renderer.ids(question, schemas, True)).rstrip()
-    except Exception as error:  # a template raises what it likes
+    except Exception as error:
         raise ValueError(f"the chat template cannot render tools: {first_line(error)}") from error
     if name not in sent:
         raise ValueError("the chat template does not show tools to the model; give --chat_template")

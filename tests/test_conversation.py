@@ -258,6 +258,13 @@ def test_malformed_calls_can_be_rendered():
         assert renderer.ids([message], None, False)
 
 
+def test_messages_that_the_template_does_not_take_are_named():
+    with pytest.raises(
+        RolloutError, match="no such role: wizard, says the chat template of .*'content': 'hi'"
+    ):
+        renderer_of().prompt([{"role": "wizard", "content": "hi"}])
+
+
 def test_half_a_surrogate_pair_that_a_model_escaped_is_rendered():
     renderer = renderer_of()
     message, (call,) = renderer.reply(said(renderer, TEXT_CALL.replace("2", '"\\ud83d"')), SCHEMAS)
