@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from packing import Sample
+from packing import Sample, common_prefix
 
 
 class RolloutError(RuntimeError):
@@ -88,10 +88,6 @@ def reconcile(turns: list[Turn]) -> tuple[list[list[tuple[list[int], Turn]]], li
                 drift.append(len(held) - common_prefix(held, prompt))
         held = prompt + list(turn.output_ids)
     return runs, drift
-
-
-def common_prefix(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def sample_of(run, rollout_id: int, group_id: int, row_index: int, version: int) -> Sample:

@@ -82,7 +82,7 @@ class Window:
             self.on_device.append((name, *members))
         elif isinstance(value, tuple):
             self.total(name, *value)
-        elif isinstance(value, (list,)) or hasattr(value, "tolist") and getattr(value, "ndim", 0):
+        elif isinstance(value, list) or hasattr(value, "tolist") and getattr(value, "ndim", 0):
             members = [float(v) for v in value if v is not None and not math.isnan(v)]
             if rule(name) in ("max", "min"):
                 for member in members:
@@ -92,11 +92,10 @@ class Window:
         elif value is None or math.isnan(value):
             if rule(name) == "mean":
                 self.total(name, 0.0, 0)  # measured, and nothing behind it
+        elif rule(name) in ("max", "min"):
+            self.extreme(name, float(value))
         else:
-            if rule(name) in ("max", "min"):
-                self.extreme(name, float(value))
-            else:
-                self.total(name, float(value), 1)
+            self.total(name, float(value), 1)
 
     def total(self, name: str, numerator: float, denominator: float) -> None:
         n, d = self.totals.get(name, (0.0, 0.0))

@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 import sys
 import typing
 from dataclasses import dataclass, field
@@ -363,6 +364,11 @@ def check(options: Options) -> Options:
         )
     check_objective(options)
     check_urls(options)
+    for target in options.lora_target_modules:
+        try:
+            re.compile(target)
+        except re.error as error:
+            raise OptionError(f"--lora_target_modules {target} is no regular expression: {error}") from None
     if options.record is not None and Path(options.record).is_dir():
         raise OptionError(f"--record {options.record} is a directory; name a file")
     return options

@@ -213,10 +213,10 @@ def pack(samples: list[Sample], share: bool = True) -> Row:
     )
 
 
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Number of leading tokens that two id arrays share."""
+def common_prefix(a, b) -> int:
+    """Number of leading tokens that two arrays or lists of ids share."""
     n = min(len(a), len(b))
-    differ = a[:n] != b[:n]
+    differ = np.not_equal(a[:n], b[:n])
     first = int(differ.argmax()) if n else 0
     return first if n and differ[first] else n
 

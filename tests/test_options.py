@@ -102,6 +102,7 @@ def test_a_value_out_of_range_is_refused_with_its_name_and_range(name, value):
         ({"eval_dataset": "", "eval_steps": 1}, "--eval_dataset is empty"),
         ({"record": ""}, "--record is empty"),
         ({"record": "."}, "--record . is a directory"),
+        ({"lora_r": 4, "lora_target_modules": ["q_proj", "("]}, "--lora_target_modules . is no regular expr"),
         ({"eval_steps": 4}, "only together"),
         ({"rollout_only": True, "max_steps": 4}, "--num_train_epochs bounds it"),
         ({"eval_dataset": "x.jsonl"}, "only together"),
