@@ -11,6 +11,7 @@ from fake_server import FakeServer
 from replay import random_groups
 from rollout_run import options_for
 
+import process
 from conversation import RolloutError
 from messages import EndMessage, GroupMessage
 from process import RolloutProcess
@@ -67,6 +68,19 @@ def test_resumed_run_appends_and_a_replay_leaves_out_what_is_done(tmp_path):
     assert len(replayed(tmp_path / "r.jsonl")) == 2, "a fresh run writes a fresh file"
 
 
+def test_a_run_resumed_before_its_first_update_appends(monkeypatch, model):
+    class Told(Exception):
+        pass
+
+    def recording(path, go_on):
+        raise Told(go_on)
+
+    monkeypatch.setattr(process, "Recording", recording)
+    for finished, go_on in ((set(), False), ({3}, True)):
+        with pytest.raises(Told, match=str(go_on)):
+            RolloutProcess(options_for(model, record="r.jsonl")).start(0, finished, 0)
+
+
 def test_line_that_a_kill_has_cut_off_is_refused_at_start_and_dropped_by_a_resume(tmp_path):
     path = tmp_path / "r.jsonl"
     write(path, random_groups(2))
@@ -112,14 +126,14 @@ def test_used_up_recording_says_so_instead_of_waiting(tmp_path):
 def test_process_records_what_it_sends(model, tmp_path):
     path = tmp_path / "deep" / "r.jsonl"
     with FakeServer() as fake:
-        process = RolloutProcess(options_for(model, fake, record=str(path)))
-        process.start(0, set(), 0)
-        process.publish(1, 10**6)
+        rollouts = RolloutProcess(options_for(model, fake, record=str(path)))
+        rollouts.start(0, set(), 0)
+        rollouts.publish(1, 10**6)
         sent = []
         while len(sent) < 4:
-            message = process.queue.get(timeout=30)
+            message = rollouts.queue.get(timeout=30)
             sent += [message] if isinstance(message, GroupMessage) else []
-        process.stop()
+        rollouts.stop()
     for one, two in zip(sent, replayed(path), strict=False):
         assert one.group_id == two.group_id and one.generated == two.generated
         np.testing.assert_array_equal(one.samples[1].topk_logp, two.samples[1].topk_logp)
