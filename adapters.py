@@ -52,7 +52,7 @@ class AdapterSync(Fleet):
         old, self.kept = self.kept[:-newest], self.kept[-newest:]
         self.each("the loading", self.align)
         for version in old:
-            shutil.rmtree(self.folder / f"v{version}")
+            shutil.rmtree(self.folder / f"v{version}", ignore_errors=True)
 
     def pause(self) -> None:
         """Requests go on: they keep the adapter they came with."""

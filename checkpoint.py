@@ -31,6 +31,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from client import Notice
@@ -49,10 +50,11 @@ class Progress:
     away.
     """
 
-    def __init__(self, position: int = 0, beyond=(), tokens: int = 0):
+    def __init__(self, position: int = 0, beyond=(), tokens: int = 0, size: int | None = None):
         self.position = position
         self.beyond = set(beyond)
         self.tokens = tokens  # unique tokens forwarded before a resume
+        self.size = size  # rows of the dataset they are counted in, where known
 
     def done(self, prompt: int) -> None:
         if prompt >= self.position:
@@ -122,7 +124,7 @@ class Saver:
                 shards[name] = DTensor(own, tensor._spec, requires_grad=False) if is_shard else own
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        state = {"step": step, "only_model": only_model, **state}
+        state = {"step": step, "only_model": only_model, "adapters": adapters(self.options), **state}
         work = (state, layout, values, whole, adapter, shards, torch.get_rng_state())
         self.thread = threading.Thread(target=self.write, args=work, daemon=True)
         self.thread.start()
@@ -254,6 +256,20 @@ def moments(optimizer, parameter) -> dict:
     return state
 
 
+def adapters(options) -> dict | None:
+    """The options without which the trained weights mean something else; None where no adapter is trained."""
+    names = ("model", "lora_r", "lora_alpha", "lora_rslora", "lora_target_modules", "lora_modules_to_save")
+    return {name: getattr(options, name) for name in names} if options.lora_r else None
+
+
+def check_adapters(path: Path, options) -> None:
+    """OptionError where a checkpoint was made with other adapters: their weights would be read as if not."""
+    state = read_state(path)
+    if (made := state.get("adapters")) != adapters(options):
+        told = made or "no --lora_r"
+        raise OptionError(f"--resume_from_checkpoint: {path} was made with {told}; give the same")
+
+
 def read_state(path: Path) -> dict:
     """rollout_state.json of a checkpoint. Raises OptionError when it cannot be resumed, with the reason."""
     file = Path(path) / "rollout_state.json"
@@ -263,9 +279,10 @@ def read_state(path: Path) -> dict:
         )
     try:
         state = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise OptionError(f"--resume_from_checkpoint: {file} is damaged: {error}") from error
-    if state["only_model"]:
+        only_model = state["only_model"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise OptionError(f"--resume_from_checkpoint: {file} is damaged: {error!r}") from error
+    if only_model:
         raise OptionError(
             f"--resume_from_checkpoint: {path} holds only the model (--save_only_model); "
             f"train from it with --model {path} instead"
@@ -276,7 +293,13 @@ def read_state(path: Path) -> dict:
 def load(path: Path, model, optimizer) -> None:
     """Put weights, optimizer and random state of a checkpoint into place; every rank calls it."""
     state = sharded_state(model, optimizer)
-    dcp.load(state, checkpoint_id=Path(path) / "state")
+    try:
+        dcp.load(state, checkpoint_id=Path(path) / "state")
+    except (Exception, CheckpointException) as error:  # missing, damaged, or of another model
+        raise OptionError(
+            f"--resume_from_checkpoint: {path} cannot be read into this model: {error}. Give the options it "
+            "was made with, or an earlier checkpoint"
+        ) from error
     rng = Path(path) / "rng" / f"rank-{dist.get_rank()}.pt"
     if rng.is_file():  # absent where this run has more ranks than the one that saved
         torch.set_rng_state(torch.load(rng))

@@ -316,9 +316,8 @@ def row_loss(hidden: torch.Tensor, head: Head, row, objective: Objective, temper
 
     Policy and distillation share one pass over the head where teacher_temperature is `temperature`, else each
     has its own, at twice the cost. The divergence is always over the whole vocabulary. Nothing here waits for
-    the device. Raises ValueError as `check_row` says.
+    the device, and nothing looks at the row's values: `check_row` does.
     """
-    check_row(row.host, len(head.weight), objective)
     dtype = statistics_dtype(hidden)
     parts = []
     if objective.policy is not None:
@@ -407,8 +406,9 @@ def support_of(row, ids, vocabulary: int) -> tuple[Support | None, torch.Tensor,
 
 
 def check_row(row, vocabulary: int, objective: Objective) -> None:
-    """Raises ValueError on a numpy row that cannot be scored: unordered terms, ids the head lacks, values of
-    a sampler or teacher that are no log-probabilities, a distillation without a teacher."""
+    """To be called before a row is forwarded. Raises ValueError on a numpy row that cannot be scored:
+    unordered terms, ids the head lacks, values of a sampler or teacher that are no log-probabilities, a
+    distillation without a teacher."""
     if (np.diff(row.position) < 0).any():
         raise ValueError("the terms of a row must be sorted by position")
     named = {

@@ -339,7 +339,7 @@ class Logger:
 
     def write(self, line: str) -> None:
         """Append to metrics.jsonl; where the disk is full the whole line is missing, and the run goes on."""
-        before = self.path.stat().st_size
+        before = self.path.stat().st_size if self.path.exists() else 0
         try:
             with self.path.open("a") as file:
                 file.write(line)

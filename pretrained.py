@@ -43,6 +43,7 @@ from transformers.core_model_loading import (
 )
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from conversation import first_line
 from lora import is_adapter, merging
 from options import OptionError
 from sync import full_tensor
@@ -97,10 +98,6 @@ def skeleton(config, options):
     with contextlib.suppress(OSError):  # else what config.json says
         model.generation_config = GenerationConfig.from_pretrained(options.model, **source_of(options))
     return model
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
 
 
 def weight_files(name: str, source: dict) -> list[str]:

@@ -114,6 +114,10 @@ class Place:
     turns: int = 0
 
 
+class PromptTooLong(Exception):
+    """The server has no room for a token after the prompt."""
+
+
 PLACE: contextvars.ContextVar[Place] = contextvars.ContextVar("place")
 
 
@@ -189,6 +193,8 @@ class RolloutLoop:
         schemas = [self.caller.schema(tool) for tool in tools]
         rollout, exhausted = Rollout([], [], []), False
         held = self.render(prompt, schemas)
+        if self.is_full(held):
+            raise PromptTooLong(len(held))
         for rounds in itertools.count():
             turn = await self.generate_one_turn(held)
             message, calls = self.renderer.reply(turn, schemas)
@@ -461,6 +467,13 @@ class RolloutLoop:
             rollout = Rollout([], [], [])
             flight.abandoned.add(index)
             self.record("rollout/timeout_count", 1)
+        except PromptTooLong as error:
+            rollout = Rollout([], [], [])
+            flight.abandoned.add(index)
+            self.record("rollout/prompt_too_long_count", 1)
+            if index == 0:
+                row = f"dataset row {group.row_index} is skipped: its prompt has {error} tokens"
+                print(f"note: {row}, the server's max_model_len is {place.load.context}", flush=True)
         except TooOld:
             rollout = Rollout([], [], [])
             flight.abandoned.add(index)

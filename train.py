@@ -47,6 +47,7 @@ from generate import generate
 from head import Head, head_of
 from loss import (
     Objective,
+    check_row,
     clipped_surrogate,
     microbatch_weight,
     router_coefficient,
@@ -291,6 +292,7 @@ def forward_backward(
     that they do not depend on how samples were packed
     (tests/test_train.py::test_gradient_does_not_depend_on_packing).
     """
+    check_row(row.host, model.get_input_embeddings().num_embeddings, objective)
     index = attention.index(row, options.attention)  # needed until the backward has ended
     balance = router_coefficient(options.router_aux_loss_coef, model.config)
     with (watch or Stopwatch())("perf/fwd_s", on_device=True):
@@ -522,7 +524,8 @@ def resume(start: Path | None, model, optimizer, scheduler) -> tuple[int, int, P
         scheduler.step(
             state["step"]
         )  # the schedule of these options, not of those the checkpoint was made with
-    return state["step"], state["version"], Progress(state["position"], state["beyond"], state["num_tokens"])
+    done = state["position"], state["beyond"], state["num_tokens"], state["dataset_size"]
+    return state["step"], state["version"], Progress(*done)
 
 
 def state_of(run: Run) -> dict:
@@ -531,7 +534,7 @@ def state_of(run: Run) -> dict:
         return {}
     progress = run.feed.progress
     state = {"version": run.version, "position": progress.position, "beyond": sorted(progress.beyond)}
-    return state | {"num_tokens": run.feed.forwarded_tokens}
+    return state | {"num_tokens": run.feed.forwarded_tokens, "dataset_size": progress.size}
 
 
 @record  # under torchrun: its report then ends with the traceback

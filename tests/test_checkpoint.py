@@ -1,5 +1,6 @@
 """python -m pytest tests/test_checkpoint.py: what is written can be resumed, served and trusted."""
 
+import dataclasses
 import json
 import resource
 import shutil
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 from checkpoint import Progress, SaveError, Saver, newest, read_state
-from options import Options
+from options import OptionError, Options
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -237,3 +238,35 @@ def test_large_models_are_written_as_several_files_with_an_index(tmp_path, monke
     assert all(file.stat().st_size < 210_000 for file in files)
     loaded = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+
+
+def test_a_resume_with_other_adapters_is_refused(tmp_path):
+    """Their weights would be read as if they had been made with the new options."""
+    made = Options(model="tiny", lora_r=4, lora_alpha=8.0)
+    state = {"step": 1, "only_model": False, "adapters": checkpoint.adapters(made)}
+    (tmp_path / "rollout_state.json").write_text(json.dumps(state))
+    checkpoint.check_adapters(tmp_path, made)
+    for other in (
+        {"lora_alpha": 16.0},
+        {"lora_r": 0},
+        {"model": "other"},
+        {"lora_target_modules": ["q_proj"]},
+    ):
+        with pytest.raises(OptionError, match="was made with .*'lora_alpha': 8.0"):
+            checkpoint.check_adapters(tmp_path, dataclasses.replace(made, **other))
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "{}", "null"])
+def test_a_damaged_state_is_named(tmp_path, text):
+    (tmp_path / "rollout_state.json").write_text(text)
+    with pytest.raises(OptionError, match="rollout_state.json is damaged"):
+        read_state(tmp_path)
+
+
+def test_weights_that_cannot_be_read_into_the_model_are_named(tmp_path):
+    model, optimizer, tokenizer = tiny()
+    saved = save(tmp_path, 1, model, optimizer, tokenizer)
+    for file in (saved / "state").glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(OptionError, match="cannot be read into this model"):
+        checkpoint.load(saved, model, optimizer)

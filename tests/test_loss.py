@@ -810,7 +810,9 @@ def test_a_row_without_terms_gives_zero_with_zero_gradients(objective, extras):
 
 
 def score(row, objective=None):
-    return logit_gradient(torch.zeros(2, 5).tolist(), row, objective or Objective())
+    objective = objective or Objective()
+    loss.check_row(row.host, 5, objective)
+    return logit_gradient(torch.zeros(2, 5).tolist(), row, objective)
 
 
 def test_ids_beyond_the_head_are_refused_with_both_numbers():

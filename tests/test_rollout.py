@@ -216,6 +216,16 @@ def test_a_server_that_was_restarted_is_never_used_quietly(model):
             run.groups(1)
 
 
+def test_a_prompt_without_room_for_a_token_is_skipped_by_name_and_the_run_goes_on(model, capfd):
+    with FakeServer() as fake:
+        fake.max_model_len = 5  # as long as the prompts
+        with Run(options_for(model, fake, score_centering=False)) as run:
+            groups = run.groups(2)
+            assert run.metrics()["rollout/prompt_too_long_count"] >= 2
+    assert all(group.dropped and not group.samples for group in groups)
+    assert "dataset row 0 is skipped" in capfd.readouterr().out
+
+
 def test_rollout_over_its_time_is_abandoned_and_its_group_goes_on(model):
     with FakeServer() as fake:
         slow = threading.Event()
