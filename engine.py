@@ -553,7 +553,7 @@ class Engine:
     # -- one forward and what follows from it
     def step(self) -> None:
         self.stepping = False
-        if self.held:  # by a command that came in between
+        if self.held or not (self.running or self.waiting):  # by a command that came in between
             return
         try:
             self.advance()

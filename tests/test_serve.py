@@ -543,6 +543,12 @@ def test_pause_keep_holds_requests_and_changes_no_token(server):
     )
 
 
+def test_a_step_whose_requests_have_left_does_nothing(server):
+    """They can leave between the moment it is queued and its turn."""
+    server.engine.call(server.engine.step)
+    server.engine.check()
+
+
 def test_pause_abort_returns_what_there_is(server, model):
     wait = long_request(server)
     post(server, "/pause")
