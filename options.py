@@ -4,7 +4,8 @@
     python train.py run.yaml --learning_rate 3e-6    a YAML or JSON file gives defaults, the command line wins
     python train.py run.yaml --dry_run               prints the resolved options and stops
 
-Never: an option that has no effect in the mode chosen (it is refused, with the reason).
+Never: an option that has no effect in the mode chosen (it is refused, with the reason). --rollout_only and
+--replay alone take a run's options as they are, those of the half they leave out too.
 """
 
 from __future__ import annotations

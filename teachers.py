@@ -23,7 +23,7 @@ import numpy as np
 from client import Server, ServerError
 from conversation import RolloutError
 from options import OptionError, Options
-from packing import Sample
+from packing import Sample, common_prefix
 
 REQUESTS = 32  # at once to one teacher: each holds the logits of its prompt's chunk
 PROBE = "sort: dbca = 3.14, naïve 你好\n\tdef f(x):  # 😀\n"  # what tokenizers differ in
@@ -143,10 +143,7 @@ def misfit(server: Server, options: Options, tokenizer, vocabulary: int | None) 
     text = PROBE + "".join(tokenizer.all_special_tokens)
     ids, its_ids = tokenizer(text).input_ids, server.tokenize(text)
     if ids != its_ids:
-        at = next(
-            (i for i, (a, b) in enumerate(zip(ids, its_ids, strict=False)) if a != b),
-            min(len(ids), len(its_ids)),
-        )
+        at = common_prefix(ids, its_ids)
         return (
             f"it reads a text otherwise than --model, from token {at} on ({its_ids[at : at + 3]}, not "
             f"{ids[at : at + 3]}): student and teacher must share a tokenizer"

@@ -90,15 +90,20 @@ def finished_run(tmp_path_factory, request, teacher):
     return output_dir, before, first.stdout, second.stdout
 
 
+def distils(output_dir: Path) -> bool:
+    return json.loads((output_dir / "options.json").read_text())["objective"] == "distill"
+
+
 def test_the_first_step_of_an_unchanged_policy_has_ratio_one(finished_run):
     """Nor is it any way from a teacher with the same weights."""
-    _, before, _, _ = finished_run
-    distance = {"sampling/sampling_logp_difference/max": 1e-4, "teacher_jsd/same": 1e-5}
-    found = {name: bound for name, bound in distance.items() if name in before[0]}
-    assert found and all(abs(before[0][name]) < bound for name, bound in found.items())
-    assert before[0].get("teacher_tokens_frac/same", 1) == 1 and before[0].get("teacher_signal_frac", 1) == 1
-    assert before[0].get("sampling/masked_mean", 0) == 0
-    assert before[0]["sample/staleness_max"] == 0
+    output_dir, (first, *_), _, _ = finished_run
+    if distils(output_dir):
+        assert abs(first["teacher_jsd/same"]) < 1e-5
+        assert first["teacher_tokens_frac/same"] == first["teacher_signal_frac"] == 1
+    else:
+        assert first["sampling/sampling_logp_difference/max"] < 1e-4
+        assert first["sampling/masked_mean"] == 0
+    assert first["sample/staleness_max"] == 0
 
 
 def test_generation_runs_ahead_of_training_but_not_too_far(finished_run):
@@ -116,8 +121,8 @@ def test_a_resumed_run_goes_on_at_the_next_step(finished_run):
     assert [r["step"] for r in records(output_dir)] == [1, 2, 3, 4, 5, 6, 7, 8]
     seventh = records(output_dir)[6]
     assert seventh["epoch"] > before[-1]["epoch"]
-    # versions count on, and the first update went out before the first prompt
-    assert seventh.get("sampling/sampling_logp_difference/max", 0) < 1e-4
+    if not distils(output_dir):  # versions count on, and the first update went out before the first prompt
+        assert seventh["sampling/sampling_logp_difference/max"] < 1e-4
 
 
 ALWAYS = """
