@@ -1,12 +1,19 @@
 """A whole row through a model: the trie beside its samples one after another, on one GPU.
 
     python bench/train.py [--shapes 0.6B] [--rows grpo] [--compile false] [--checkpoint all] [--json FILE]
+    python bench/train.py --loop 1,2 [--shapes 0.6B]
 
 Random weights, sharded, compiled and called by the trainer's own functions; float32 master weights, bf16
 compute, and the optimizer's moments in memory. The rows are those of bench/attention.py. `body` is forward +
 backward without the output head, as in the reference's numbers below; `whole` is the trainer's
 forward_backward with head and loss. The samples one after another are packed side by side into rows of about
-as many tokens as the trie. Times are medians.
+as many tokens as the trie. `recompute` is `whole` with gradient checkpointing of all layers. Times are
+medians.
+
+--loop runs train() itself on so many GPUs, one after another: packing, whole optimizer steps with their
+collectives, metrics, the last checkpoint; ready-made groups in place of servers. Each rank has a row of up to
+32768 tokens a step, so what it gains is tokens/s; the first steps, which compile, are left out. The last of
+those runs under the profiler, which names what the host waited for.
 
 The work ratio is the model FLOPs of the samples over those of the trie (packing.row_cost_from_config): the
 most that sharing can save. MFU counts the FLOPs of the trie, recomputed ones not.
@@ -15,37 +22,34 @@ most that sharing can save. MFU counts the FLOPs of the trie, recomputed ones no
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]  # before this folder, whose train.py is another
+sys.path = [str(ROOT), str(ROOT / "tests"), *sys.path[1:]]  # this script has the module's name
+
+from replay import ListRollouts, waits_of_a_step  # noqa: E402
 
 import attention  # noqa: E402
+import train as trainer  # noqa: E402
+from bench.attention import ROWS, groups  # noqa: E402
 from loss import Objective  # noqa: E402
 from memory import QWEN3, memory_of, qwen3  # noqa: E402
-from metrics import peak_flops  # noqa: E402
+from metrics import peak_flops, read_lines  # noqa: E402
 from options import Options  # noqa: E402
 from packing import Sample, pack, row_cost_from_config  # noqa: E402
+from recording import NoServers  # noqa: E402
 from start import checkpoint_layers, compile_layers, join_ranks, shard  # noqa: E402
-
-
-def module(name: str, path: Path):
-    spec = importlib.util.spec_from_file_location(name, path)
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
-trainer = module("trainer", ROOT / "train.py")
 
 # Unique tokens/s of a trie with gathered K/V through flash-attn-4, eager and with gradient checkpointing:
 # body of 0.6B, H200.
@@ -137,16 +141,16 @@ def measure(call, model, rows: list, options: argparse.Namespace) -> tuple[float
     return statistics.median(times), torch.cuda.max_memory_allocated() / 2**30
 
 
-def prepare(model, config, tokens: int, options: argparse.Namespace) -> tuple[int, float]:
+def prepare(model, config, tokens: int, checkpoint: str, compiled: bool) -> tuple[int, float]:
     """Gradient checkpointing for a row of so many tokens: layers that recompute, GiB by the formula."""
     layers = model.get_decoder().layers
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    needs = memory_of(config, parameters, 1, options.compile, accumulates=False)
-    if options.checkpoint == "auto":
+    needs = memory_of(config, parameters, 1, compiled, accumulates=False)
+    if checkpoint == "auto":
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
         count = needs.recomputing(tokens, free)
     else:
-        count = len(layers) if options.checkpoint == "all" else int(options.checkpoint)
+        count = len(layers) if checkpoint == "all" else int(checkpoint)
     for layer in layers:
         layer.whole_forward = getattr(layer, "whole_forward", layer.forward)
         layer.forward = layer.whole_forward
@@ -158,7 +162,7 @@ def measure_row(model, config, name: str, segments: list, options: argparse.Name
     samples = samples_of(segments, config.vocab_size)
     device = options.ranks.device
     trie = pack(samples).to(device)
-    recomputing, formula = prepare(model, config, trie.unique_tokens, options)
+    recomputing, formula = prepare(model, config, trie.unique_tokens, options.checkpoint, options.compile)
     separate = [row.to(device) for row in side_by_side(samples, trie.unique_tokens)]
     cost = row_cost_from_config(config)
     bare = replace(cost, term=0.0)
@@ -174,25 +178,108 @@ def measure_row(model, config, name: str, segments: list, options: argparse.Name
     result["body_mfu"] = 1e3 * bare.row(trie) / result["body_ms"] / peak
     if name in GATHERED:
         result["times_gathered_FA4_at_0.6B"] = result["body_tokens_per_s"] / GATHERED[name]
-    if options.whole:
-        result["whole_ms"], result["whole_gib"] = measure(whole, model, [trie], options)
-        result["whole_mfu"] = 1e3 * cost.row(trie) / result["whole_ms"] / peak
-        result["formula_over_measured_gib"] = formula / result["whole_gib"]
     if options.separate:
         result["separate_ms"], _ = measure(body, model, separate, options)
         result["speed_up"] = result["separate_ms"] / result["body_ms"]
         result["share_of_work_ratio"] = result["speed_up"] / result["work_ratio"]
+    for kind in ["whole", "recompute"] if options.whole else []:
+        if kind == "recompute":
+            _, formula = prepare(model, config, trie.unique_tokens, "all", options.compile)
+        result[f"{kind}_ms"], result[f"{kind}_gib"] = measure(whole, model, [trie], options)
+        result[f"{kind}_mfu"] = 1e3 * cost.row(trie) / result[f"{kind}_ms"] / peak
+        result[f"{kind}_formula_over_measured_gib"] = formula / result[f"{kind}_gib"]
     return result
+
+
+def measure_rows(shape: str, options: argparse.Namespace) -> dict:
+    options.run = Options(model="random weights", bf16=torch.cuda.is_available())
+    options.ranks = join_ranks(options.run)
+    model, config, moments = build(shape, options)
+    results = {}
+    for name in options.rows.split(","):
+        results[f"{shape} {name}"] = result = measure_row(model, config, name, ROWS[name], options)
+        say(f"{shape} {name}", result)
+    results["compiled graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    say(shape, {"compiled graphs": results["compiled graphs"]})
+    torch.distributed.destroy_process_group()
+    return results
+
+
+def say(what: str, values: dict) -> None:
+    print(what, *(f"{name} {value:.4g}" for name, value in values.items()), flush=True)
+
+
+# ---- train() itself, on several GPUs
+
+WARM_UP = 4  # steps
+
+
+def write_model(shape: str, folder: str) -> None:
+    """A model of the shape with random weights, and the tokenizer that ships with the project."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(qwen3(shape), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ROOT / "tiny").save_pretrained(folder)
+
+
+def measure_loop(shape: str, options: argparse.Namespace) -> dict:
+    """name -> figure, of each number of ranks after the steps of warm-up."""
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(shape, folder)
+        for ranks in map(int, options.loop.split(",")):
+            out = Path(folder) / f"of-{ranks}"
+            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+            command += [__file__, "--train", folder, str(out), "--steps", str(options.steps)]
+            subprocess.run(command, check=True)
+            records = [json.loads(line) for line in read_lines(out / "metrics.jsonl")]
+            results[f"{shape} on {ranks}"] = result = of_steps(records[WARM_UP:])
+            result["times_the_first"] = result["tokens_per_s"] / next(iter(results.values()))["tokens_per_s"]
+            say(f"{shape} on {ranks}", result)
+    return results
+
+
+def of_steps(records: list[dict]) -> dict:
+    seconds = sum(record["perf/step_s"] for record in records)
+    tokens = sum(record["batch/forwarded_tokens_per_step"] for record in records)
+    names = ("step_s", "fwd_bwd_s", "fwd_s", "optimizer_s", "rollout_wait_s", "fwd_bwd_mfu", "wall_clock_mfu")
+    names = [f"perf/{name}" for name in names] + ["batch/row_imbalance", "batch/row_fill_frac"]
+    medians = {name: statistics.median(record[name] or np.nan for record in records) for name in names}
+    return {"tokens_per_s": tokens / seconds} | medians
+
+
+def train_rank(folder: str, out: str, steps: int) -> None:
+    """One rank of a run: as many ready-made groups as the steps take."""
+    options = Options(
+        model=folder,
+        bf16=torch.cuda.is_available(),
+        token_budget=32768,
+        max_staleness=steps,
+        max_steps=steps,
+        save_steps=0,
+        save_only_model=True,
+        output_dir=out,
+    )
+    rank, ranks, ready = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), []
+    if rank == 0:
+        samples = samples_of(groups(1024, 8, 1024, 4 * (steps + 2) * ranks), qwen3("0.6B").vocab_size)
+        for number, prompt in enumerate(sorted({sample.group_id for sample in samples})):
+            ready.append([replace(s, group_id=number) for s in samples if s.group_id == prompt])
+    waits = waits_of_a_step(trainer, WARM_UP - 1)
+    trainer.train(options, rollouts=ListRollouts(ready), sync=NoServers())
+    if rank == 0:
+        print("the host waited in", waits, flush=True)
+        print("compiled graphs", torch._dynamo.utils.counters["stats"]["unique_graphs"], flush=True)
 
 
 def main() -> None:
     def yes(word: str) -> bool:
         return word == "true"
 
-    rows = module("rows", ROOT / "bench/attention.py").ROWS
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", default="0.6B,4B", help=", ".join(QWEN3))
-    parser.add_argument("--rows", default=",".join(GATHERED), help=", ".join(rows))
+    parser.add_argument("--rows", default=",".join(GATHERED), help=", ".join(ROWS))
     parser.add_argument("--compile", type=yes, default=True)
     parser.add_argument(
         "--checkpoint", default="auto", help="layers that recompute activations, or all, auto"
@@ -202,22 +289,18 @@ def main() -> None:
         "--separate", type=yes, default=True, help="measure the samples one after another too"
     )
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--loop", help="numbers of GPUs to run train() on, one after another")
+    parser.add_argument("--steps", type=int, default=20, help="of a loop")
+    parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)  # one rank of a loop
     parser.add_argument("--json", help="file to write the results to")
     options = parser.parse_args()
-    options.run = Options(model="random weights", bf16=torch.cuda.is_available())
-    options.ranks = join_ranks(options.run)
+    if options.train:
+        return train_rank(*options.train, options.steps)
     results = {}
     for shape in options.shapes.split(","):
-        model, config, moments = build(shape, options)
-        for name in options.rows.split(","):
-            results[f"{shape} {name}"] = result = measure_row(model, config, name, rows[name], options)
-            print(f"{shape} {name}", *(f"{key} {value:.4g}" for key, value in result.items()), flush=True)
-        del model, moments
-    results["compiled graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    print("compiled graphs", results["compiled graphs"])
+        results |= measure_loop(shape, options) if options.loop else measure_rows(shape, options)
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=1))
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import queue
 
 import numpy as np
+import torch
 
 from messages import GroupMessage
 from packing import Sample
@@ -82,3 +83,34 @@ def random_groups(
             samples.append(Sample(ids, trained, logp, float(rng.normal()), number, number, rollout, 0))
         groups.append(samples)
     return groups
+
+
+def waits_of_a_step(trainer, step: int) -> list[str]:
+    """The CUDA calls, by name, in which the host waits for the device from the start of an optimizer step to
+    its norm. The list is filled when train() has made that step, under the profiler; `step` counts from 0."""
+    accumulate, optimizer_step = trainer.accumulate, trainer.optimizer_step
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    profiler, mark, waits = torch.profiler.profile(activities=activities), [], []
+
+    def begin(run):
+        if run.step == step:
+            profiler.start()
+            mark.append(torch.profiler.record_function("optimizer step"))
+            mark[0].__enter__()
+        return accumulate(run)
+
+    def end(*arguments):
+        norm = optimizer_step(*arguments)
+        if mark:
+            mark.pop().__exit__(None, None, None)
+            profiler.stop()
+            events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CPU]
+            (whole,) = (e.time_range for e in events if e.name == "optimizer step")
+            for event in events:
+                waiting = event.name.endswith("Synchronize") or event.name == "cudaMemcpy"
+                if waiting and whole.start <= event.time_range.start <= whole.end:
+                    waits.append(event.name)
+        return norm
+
+    trainer.accumulate, trainer.optimizer_step = begin, end
+    return waits

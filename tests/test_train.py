@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from replay import ListRollouts, NoSync, random_groups
+from replay import ListRollouts, NoSync, random_groups, waits_of_a_step
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -311,6 +311,34 @@ def test_float16_follows_float32(three_steps):
     for a, b in zip(ended(three_steps / "one rank")[0], ended(three_steps / "half")[0], strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-2) and b["loss"] != a["loss"]
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-2) and b["nonfinite_grad_count"] == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_host_waits_for_the_device_once_a_step(accumulation, tmp_path, monkeypatch, alone):
+    """For the norm of the gradients, whatever the number of micro-batches."""
+    monkeypatch.setattr(train, "accumulate", train.accumulate)  # both are put back
+    monkeypatch.setattr(train, "optimizer_step", train.optimizer_step)
+    waits = waits_of_a_step(train, step=2)
+    run = dict(compile=False, token_budget=64, max_steps=3, max_staleness=99)
+    options = Options(
+        model="tiny", gradient_accumulation_steps=accumulation, output_dir=str(tmp_path / "run"), **run
+    )
+    train.train(options, rollouts=ListRollouts(random_groups(60)), sync=NoSync())
+    assert waits == ["cudaStreamSynchronize"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("dtype, noise", [("float32", 1e-4), ("bfloat16", 2e-2)])
+def test_two_gpus_end_like_one(dtype, noise, tmp_path):
+    """Loss and norm of three steps; in bfloat16 a sum over other rows rounds otherwise."""
+    bf16 = ["--bf16", "true" if dtype == "bfloat16" else "false", "--compile", "false"]
+    for ranks in (1, 2):
+        together(command_of(tmp_path / str(ranks), ranks, 3, *bf16))
+    for one, two in zip(ended(tmp_path / "1")[0], ended(tmp_path / "2")[0], strict=True):
+        print(dtype, {name: (one[name], two[name]) for name in ("loss", "grad_norm", "entropy")})
+        for name in ("loss", "grad_norm", "entropy"):
+            assert two[name] == pytest.approx(one[name], rel=noise, abs=1e-6)
 
 
 def test_the_loss_scale_follows_overflows_and_is_1_where_there_can_be_none():
