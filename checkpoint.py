@@ -124,7 +124,7 @@ class Saver:
                 shards[name] = DTensor(own, tensor._spec, requires_grad=False) if is_shard else own
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        state = {"step": step, "only_model": only_model, "adapters": adapters(self.options), **state}
+        state = {"step": step, "only_model": only_model, "options": kept(self.options), **state}
         work = (state, layout, values, whole, adapter, shards, torch.get_rng_state())
         self.thread = threading.Thread(target=self.write, args=work, daemon=True)
         self.thread.start()
@@ -256,18 +256,27 @@ def moments(optimizer, parameter) -> dict:
     return state
 
 
-def adapters(options) -> dict | None:
-    """The options without which the trained weights mean something else; None where no adapter is trained."""
-    names = ("model", "lora_r", "lora_alpha", "lora_rslora", "lora_target_modules", "lora_modules_to_save")
-    return {name: getattr(options, name) for name in names} if options.lora_r else None
+# options without which trained adapters mean something else, and those that say what a prompt's number means
+ADAPTERS = ("model", "lora_r", "lora_alpha", "lora_rslora", "lora_target_modules", "lora_modules_to_save")
+PROMPTS = ("task", "task_kwargs")
 
 
-def check_adapters(path: Path, options) -> None:
-    """OptionError where a checkpoint was made with other adapters: their weights would be read as if not."""
-    state = read_state(path)
-    if (made := state.get("adapters")) != adapters(options):
-        told = made or "no --lora_r"
+def kept(options) -> dict:
+    """The options that a checkpoint remembers."""
+    return {name: getattr(options, name) for name in ADAPTERS + PROMPTS}
+
+
+def check_options(path: Path, options) -> None:
+    """OptionError where a checkpoint was made with other adapters: their weights would be read as if not.
+    Other prompts are said, not refused: they may have moved."""
+    made, now = read_state(path)["options"], kept(options)
+    if (made["lora_r"] or now["lora_r"]) and any(made[name] != now[name] for name in ADAPTERS):
+        told = {name: made[name] for name in ADAPTERS} if made["lora_r"] else "no --lora_r"
         raise OptionError(f"--resume_from_checkpoint: {path} was made with {told}; give the same")
+    for name in PROMPTS:
+        if made[name] != now[name] and os.environ.get("RANK", "0") == "0":
+            text = f"{path} was made with --{name} {made[name]}, not {now[name]}"
+            print(f"note: {text}: as many of these prompts are passed over as were done then", flush=True)
 
 
 def read_state(path: Path) -> dict:
@@ -279,7 +288,7 @@ def read_state(path: Path) -> dict:
         )
     try:
         state = json.loads(file.read_text())
-        only_model = state["only_model"]
+        only_model, _ = state["only_model"], state["options"]
     except (ValueError, LookupError, TypeError) as error:
         raise OptionError(f"--resume_from_checkpoint: {file} is damaged: {error!r}") from error
     if only_model:

@@ -334,7 +334,6 @@ class Feed:
             window.add("batch/row_fill_frac", (used, self.planner.token_budget * len(rows)))
         window.add("batch/row_imbalance", max(costs) * len(costs) / sum(costs))
         window.add("batch/packing_ratio", (sum(row.raw_tokens for row in rows), sum(unique)))
-        window.add("batch/pad_frac", 0.0)  # rows are never padded
 
     def close_step(self, seconds: dict[str, float], microbatches: int) -> None:
         """An optimizer step was made of what was used since the last one; it took `seconds`, by phase."""

@@ -25,9 +25,10 @@ import sys
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import report
 from client import FIRST_NOTICE_S, Notice
 from options import describe
 
@@ -294,7 +295,7 @@ def saturation(records: list[dict]) -> str:
 
 
 class Logger:
-    """Rank 0's sinks: metrics.jsonl, a table row per window, and one live line on a terminal."""
+    """Rank 0's sinks: metrics.jsonl, a table row per window, one live line on a terminal, report.html."""
 
     def __init__(self, options, step: int):
         self.path = Path(options.output_dir) / "metrics.jsonl"
@@ -346,6 +347,12 @@ class Logger:
         except OSError as error:
             os.truncate(self.path, before)
             self.line(f"a record is missing in {self.path}: {error}")
+
+    def close(self) -> None:
+        """The run is over: report.html, of all its steps."""
+        with suppress(report.ReportError, OSError):
+            run = report.read_run(self.path.parent, self.path.parent.resolve().name)
+            report.write_page(run, [run])
 
     def line(self, text: str) -> None:
         print("\r\x1b[K" + text if self.live else text, flush=True)

@@ -363,15 +363,20 @@ class RowCost:
 
 
 KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")  # of layers
+# model types whose MLP is two matrices, which no field of a config says
+UNGATED = set(
+    "apertus arcee biogpt gpt2 gpt_neox jais2 nanochat nemotron opt persimmon phi starcoder2".split()
+)
 
 
 def row_cost_from_config(config) -> RowCost:
     """RowCost of a transformers configuration; a multiply-add is 2 FLOPs, the backward twice the forward.
 
     Forward, per unique token and layer: projections 2 E D (2 H + 2 G), H more heads where the output is
-    gated; gated MLP 6 E I, or the active experts' and their router; Gated DeltaNet layers have their
-    projections, convolution and recurrence instead. Attention is 4 H D a pair, the head 2 V E a term. A
-    missing field counts as its usual default; what is no such model has an estimate that is not `known`.
+    gated; MLP 6 E I (4 E I without a gate), or the active experts' and their router; Gated DeltaNet layers
+    have their projections, convolution and recurrence instead. Attention is 4 H D a pair, the head 2 V E a
+    term. A missing field counts as its usual default; what is no such model has an estimate that is not
+    `known`.
     """
     try:
         return _row_cost(config)
@@ -399,7 +404,7 @@ def _row_cost(config) -> RowCost:
     gated = bool(read("attn_output_gate", default=family.startswith(("qwen3_next", "qwen3_5"))))
     attention = 2 * hidden * head_dim * (2 * heads + 2 * kv_heads + gated * heads)
 
-    dense = 6 * hidden * read("intermediate_size", default=4 * hidden)
+    dense = (4 if family in UNGATED else 6) * hidden * read("intermediate_size", default=4 * hidden)
     experts = read("num_experts", "num_local_experts", "n_routed_experts")
     width = read("moe_intermediate_size", "intermediate_size", default=4 * hidden)
     shared = read("shared_expert_intermediate_size", default=read("n_shared_experts") * width)

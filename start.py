@@ -135,7 +135,7 @@ def check_inputs(options: Options, rollouts) -> Path | None:
     path = checkpoint.newest(options.output_dir) if wanted.lower() == "true" else Path(wanted)
     if path is None:
         raise OptionError(f"--resume_from_checkpoint true: no complete checkpoint in {options.output_dir}")
-    checkpoint.check_adapters(path, options)
+    checkpoint.check_options(path, options)
     return path
 
 

@@ -440,6 +440,7 @@ def begin(options: Options, rollouts, sync, ends: ExitStack) -> Run:
 
 def last_words(run: Run, embedded, failed) -> None:
     if run.feed:
+        run.logger.close()
         print(run.feed.ledger(), flush=True)
     if embedded and embedded.poll() is not None:  # an error of whoever called it says less
         print(obituary(embedded), flush=True)

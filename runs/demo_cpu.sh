@@ -14,4 +14,4 @@ torchrun --nproc-per-node 2 train.py \
     --max_completion_length 16 --token_budget 512 --max_staleness 2 \
     --learning_rate 5e-4 --lr_scheduler_type linear --max_steps 40 \
     --output_dir "$out" "$@"
-python tools/report.py "$out"
+python report.py "$out"

@@ -26,4 +26,4 @@ CUDA_VISIBLE_DEVICES=0 torchrun --nproc-per-node 1 train.py \
     --objective distill --teacher_server_urls default=http://localhost:8001 \
     --num_generations 4 --max_completion_length 3072 --token_budget 16384 --learning_rate 1e-5 \
     --max_steps 200 --output_dir "$out" "$@"
-python tools/report.py "$out"
+python report.py "$out"

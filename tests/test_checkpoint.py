@@ -243,9 +243,9 @@ def test_large_models_are_written_as_several_files_with_an_index(tmp_path, monke
 def test_a_resume_with_other_adapters_is_refused(tmp_path):
     """Their weights would be read as if they had been made with the new options."""
     made = Options(model="tiny", lora_r=4, lora_alpha=8.0)
-    state = {"step": 1, "only_model": False, "adapters": checkpoint.adapters(made)}
+    state = {"step": 1, "only_model": False, "options": checkpoint.kept(made)}
     (tmp_path / "rollout_state.json").write_text(json.dumps(state))
-    checkpoint.check_adapters(tmp_path, made)
+    checkpoint.check_options(tmp_path, made)
     for other in (
         {"lora_alpha": 16.0},
         {"lora_r": 0},
@@ -253,7 +253,17 @@ def test_a_resume_with_other_adapters_is_refused(tmp_path):
         {"lora_target_modules": ["q_proj"]},
     ):
         with pytest.raises(OptionError, match="was made with .*'lora_alpha': 8.0"):
-            checkpoint.check_adapters(tmp_path, dataclasses.replace(made, **other))
+            checkpoint.check_options(tmp_path, dataclasses.replace(made, **other))
+
+
+def test_a_resume_with_other_prompts_is_said(tmp_path, capsys):
+    made = Options(model="tiny", task="tasks/sort.py", task_kwargs={"size": 64})
+    state = {"step": 1, "only_model": False, "options": checkpoint.kept(made)}
+    (tmp_path / "rollout_state.json").write_text(json.dumps(state))
+    checkpoint.check_options(tmp_path, dataclasses.replace(made, learning_rate=1.0))
+    assert capsys.readouterr().out == ""
+    checkpoint.check_options(tmp_path, dataclasses.replace(made, task_kwargs={"size": 64, "seed": 1}))
+    assert "was made with --task_kwargs {'size': 64}, not {'size': 64, 'seed': 1}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "{}", "null"])

@@ -142,7 +142,7 @@ ALWAYS = """
         staleness_max token_staleness_mean token_staleness_max dropped_stale_count
     batch/ forwarded_tokens_per_step trained_tokens_per_step samples_per_step groups_per_step
         microbatches_per_step masked_token_frac samples_per_row row_tokens_mean row_tokens_max row_fill_frac
-        row_imbalance packing_ratio pad_frac dropped_oversize_count
+        row_imbalance packing_ratio dropped_oversize_count
     perf/ step_s fwd_bwd_s fwd_s optimizer_s rollout_wait_s weight_sync_s weight_sync_pause_s
         weight_sync_barrier_s weight_sync_transfer_s fwd_bwd_forwarded_tokens_per_s
         wall_clock_forwarded_tokens_per_s wall_clock_trained_tokens_per_s fwd_bwd_mfu wall_clock_mfu
@@ -161,7 +161,7 @@ def test_every_metric_of_a_run_without_tools_is_there(finished_run):
             else:
                 names.add(prefix + word)
     record = set().union(*finished_run[1])
-    assert len(names) == 91
+    assert len(names) == 90
     if "jsd" in record:  # no rewards, no policy term
         idle = {name for name in names if re.match("reward|frac_reward|sampling/|clip_ratio/", name)}
         assert not idle & record
@@ -193,7 +193,8 @@ def test_the_final_checkpoint_loads_and_generates(finished_run):
     assert "sort: dbca" in text and len(text) > len("sort: dbca")
 
 
-def test_the_resolved_options_are_saved(finished_run):
+def test_the_resolved_options_and_a_report_are_saved(finished_run):
+    assert "<h2>Reward</h2>" in (finished_run[0] / "report.html").read_text()
     assert json.loads((finished_run[0] / "options.json").read_text())["learning_rate"] == 1e-3
 
 

@@ -652,6 +652,16 @@ def test_row_cost_of_a_dense_model_counts_its_matrices():
     assert cost.window_pair == 0
 
 
+def test_an_mlp_without_a_gate_has_two_matrices():
+    sizes = dict(
+        hidden_size=8, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=9
+    )
+    phi, llama = (
+        row_cost_from_config(SimpleNamespace(model_type=kind, **sizes)) for kind in ("phi", "llama")
+    )
+    assert llama.token - phi.token == 3 * 2 * 8 * 32 and phi.known
+
+
 def test_row_cost_reads_windows_experts_and_delta_layers():
     config = SimpleNamespace(
         hidden_size=8,

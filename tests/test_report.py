@@ -1,4 +1,4 @@
-"""tools/report.py on synthetic runs: terminal, page, errors. Run: python -m pytest tests/test_report.py"""
+"""report.py on synthetic runs: terminal, page, errors. Run: python -m pytest tests/test_report.py"""
 
 import json
 import math
@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).parent.parent / "tools" / "report.py"
-sys.path.insert(0, str(TOOL.parent))
+import report
 
-import report  # noqa: E402
+TOOL = Path(__file__).parent.parent / "report.py"
 
 
 def record(step: int, **values) -> dict:

@@ -38,6 +38,12 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from leaks import resident_sets  # noqa: E402
+
+from metrics import read_lines  # noqa: E402
+
 MARK = "TREEGRPO_SOAK"
 SAVE_STEPS = 5
 END_S = 20.0  # a kill ends all processes of a piece within this
@@ -118,9 +124,7 @@ def is_held(port: int) -> bool:
 
 
 def records(output_dir: Path) -> list[dict]:
-    path = output_dir / "metrics.jsonl"
-    whole_lines = re.findall("(.*)\n", path.read_text()) if path.exists() else []
-    return [json.loads(line) for line in whole_lines]
+    return [json.loads(line) for line in read_lines(output_dir / "metrics.jsonl")]
 
 
 def run_piece(number: int, output_dir: Path, rng: random.Random | None) -> Piece:
@@ -252,9 +256,6 @@ def memory_verdicts(pieces: list[Piece], undisturbed: Piece) -> list[tuple[str, 
 
 def rollout_verdict() -> tuple[str, bool, str]:
     """The rollout process alone, on the tests' server: turns, tools and environments, never trained on."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    from leaks import resident_sets
-
     sizes = resident_sets(ROLLOUTS, looks=10)
     growth = sizes[-1] / sizes[4] - 1
     text = f"{sizes[0]:.0f}, {sizes[4]:.0f}, {sizes[-1]:.0f} MiB after a tenth, half and all of {ROLLOUTS:,}"

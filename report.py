@@ -1,13 +1,13 @@
 """The learning curve of a run, in the terminal and as one HTML page.
 
-    python tools/report.py RUN_DIR [RUN_DIR ...]
+    python report.py RUN_DIR [RUN_DIR ...]
 
     metrics.jsonl --\\            /--> terminal: reward over steps, headline numbers
     options.json  ---> Run --> curves --> RUN_DIR/report.html: the same, and small charts of what to watch
 
-Several directories (seeds, say) overlay their reward curves; each gets its page. A value that was not
-measured is left out of its curve; a number with nothing behind it is "-". The page must never load anything
-from elsewhere.
+train() writes the page when a run ends. Several directories (seeds, say) overlay their reward curves; each
+gets its page. A value that was not measured is left out of its curve; a number with nothing behind it is "-".
+The page must never load anything from elsewhere.
 """
 
 from __future__ import annotations
@@ -558,6 +558,10 @@ for (const svg of document.querySelectorAll("svg[data-hover]")) {
 """
 
 
+def write_page(run: Run, runs: list[Run]) -> None:
+    (run.path / "report.html").write_text(page(run, runs), encoding="utf-8")
+
+
 # ---- command ----
 
 
@@ -576,7 +580,7 @@ def main() -> int:
         runs = [read_run(path, name) for path, name in zip(paths, names, strict=True)]
         print(f"{plot(runs, unicode)}\n\n{table(runs)}\n")
         for run in runs:
-            (run.path / "report.html").write_text(page(run, runs), encoding="utf-8")
+            write_page(run, runs)
             print(f"page: {run.path / 'report.html'}")
     except (ReportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
