@@ -63,6 +63,12 @@ class ServerError(RuntimeError):
         super().__init__(text)
         self.status = status
 
+    @property
+    def max_logprobs(self) -> int | None:
+        """The server's --max-logprobs, if it refused to name more tokens than these."""
+        limit = re.search(r"max allowed: (\d+)", str(self)) if self.status == 400 else None
+        return limit and int(limit[1])
+
 
 @dataclass
 class Completion:

@@ -130,6 +130,7 @@ class Options:
         None, "teachers: words name=url, or a JSON object (none = default=http://localhost:8001)"
     )
     teacher_top_k: int = option(8, "most likely tokens a teacher names at every position")
+    max_concurrent_scorings: int = option(64, "most samples that one teacher is asked about at once")
     teacher_temperature: float = option(
         1.0, "temperature of student and teacher in the divergence; only if the teacher's server honours it"
     )
@@ -297,6 +298,7 @@ RANGES = [
     ("vllm_importance_sampling_clip_min", lambda v: v is None or v >= 0, "0 or more, or none"),
     ("vllm_importance_sampling_clip_max", lambda v: v is None or v > 0, "above 0, or none"),
     ("teacher_top_k", lambda v: v >= 1, "at least 1"),
+    ("max_concurrent_scorings", lambda v: v >= 1, "at least 1"),
     ("teacher_temperature", lambda v: v > 0, "above 0"),
     ("beta", lambda v: 0 <= v <= 1, "in [0, 1]"),
     ("distill_coef", lambda v: v >= 0, "0 (no teacher) or more"),
@@ -439,7 +441,8 @@ def check_schedule(options: Options) -> None:
 
 
 LORA = ["alpha", "rslora", "dropout", "target_modules", "modules_to_save", "sync"]
-TEACHER = ["teacher_server_urls", "teacher_top_k", "teacher_temperature", "beta", "add_tail_bucket"]
+ASKED = ["teacher_server_urls", "teacher_top_k", "max_concurrent_scorings"]  # of teachers themselves
+TEACHER = [*ASKED, "teacher_temperature", "beta", "add_tail_bucket"]
 POLICY = [
     *("score_centering", "score_centering_tail", "num_sampler_logprobs", "epsilon", "epsilon_high"),
     *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max", "distill_coef"),
@@ -453,8 +456,10 @@ IDLE = [
     ),
     *((name, lambda o: o.distills, "with --objective distill, which has no policy term") for name in POLICY),
     ("on_reward_error", lambda o: o.distills and not o.eval_dataset, "with --objective distill: no rewards"),
-    ("teacher_server_urls", lambda o: o.replay, "with --replay: a recording holds what the teachers said"),
-    ("teacher_top_k", lambda o: o.replay, "with --replay: a recording holds what the teachers said"),
+    *(
+        (name, lambda o: o.replay, "with --replay: a recording holds what the teachers said")
+        for name in ASKED
+    ),
     *((f"lora_{name}", lambda o: not o.lora_r, "without --lora_r") for name in LORA),
     ("merge_on_save", lambda o: not o.lora_r, "without --lora_r"),
     ("lora_sync", lambda o: o.replay or o.rollout_only, "where nothing is sent: --replay, --rollout_only"),

@@ -12,7 +12,6 @@ Never: let a run begin on log-probabilities of another distribution than the one
 from __future__ import annotations
 
 import functools
-import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -105,11 +104,9 @@ def probed(server: Server, options: Options) -> Facts:
     try:
         once = likeliest(1.0)
     except ServerError as error:
-        limit = re.search(r"max allowed: (\d+)", str(error))
-        if error.status != 400 or not limit:
+        if error.max_logprobs is None:
             raise
-        facts.max_logprobs = int(limit[1])
-        return facts  # it does not fit, whatever its mode
+        return Facts(max_logprobs=error.max_logprobs)  # it does not fit, whatever its mode
     if needs_processed(options):
         facts.logprobs_mode = "raw_logprobs" if likeliest(2.0) == once else "processed_logprobs"
     return facts

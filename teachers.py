@@ -2,7 +2,7 @@
 
     finished rollout -> its samples -> the teacher that its row names -> Sample.teacher_ids, teacher_logp
                         (column teacher_id)   prompt + completion, prompt_logprobs = teacher_top_k,
-                                              at most REQUESTS at once to each teacher
+                                              at most max_concurrent_scorings at once to each teacher
 
 A teacher generates nothing: it is forced along the sample's tokens (GKD, arXiv 2306.13649). Exactly one
 scores a sample, never a mean of several. This runs in the rollout process, so nothing here imports torch.
@@ -14,7 +14,6 @@ Never: score a sample by a teacher that reads its token ids otherwise than the s
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,7 +24,6 @@ from conversation import RolloutError
 from options import OptionError, Options
 from packing import Sample, common_prefix
 
-REQUESTS = 32  # at once to one teacher: each holds the logits of its prompt's chunk
 PROBE = "sort: dbca = 3.14, naïve 你好\n\tdef f(x):  # 😀\n"  # what tokenizers differ in
 
 
@@ -64,9 +62,11 @@ class Teachers:
         self.servers, self.threads, self.context = {}, {}, {}
         self.retried = 0  # requests, so far
         self.asked = 0  # samples that are being scored, or wait to be
+        self.busy_since = 0.0  # the last scores, or the first question after none
+        most = options.max_concurrent_scorings
         for name, url in options.teacher_server_urls.items():
-            self.servers[name] = Server(url, options.vllm_server_timeout, connections=REQUESTS)
-            self.threads[name] = ThreadPoolExecutor(REQUESTS, thread_name_prefix="teacher")
+            self.servers[name] = Server(url, options.vllm_server_timeout, connections=most)
+            self.threads[name] = ThreadPoolExecutor(most, thread_name_prefix="teacher")
 
     def close(self) -> None:
         for threads in self.threads.values():
@@ -80,10 +80,15 @@ class Teachers:
         """
         name = teacher_of(named, self.servers, "a sampled row")
         call = asyncio.get_running_loop().run_in_executor
+        if not self.asked:
+            self.busy_since = time.monotonic()
         self.asked += len(samples)
         asked = [call(self.threads[name], self._score, sample, name, vocabulary) for sample in samples]
         self.metrics.record("rollout/teacher_s", list(await asyncio.gather(*asked)))
         self.asked -= len(samples)
+        since, self.busy_since = self.busy_since, time.monotonic()
+        scored = sum(map(len, samples)), self.busy_since - since
+        self.metrics.record("rollout/teacher_tokens_per_s", scored)
         retried, self.retried = self.retried, sum(server.retry_count for server in self.servers.values())
         self.metrics.record("rollout/teacher_retry_count", self.retried - retried)
         for sample in samples:
@@ -152,12 +157,11 @@ def misfit(server: Server, options: Options, tokenizer, vocabulary: int | None) 
     try:
         named, logp = server.score(ids, wanted, options.teacher_temperature)
     except ServerError as error:
-        limit = re.search(r"max allowed: (\d+)", str(error))
-        if not limit:
+        if error.max_logprobs is None:
             raise
         return (
-            f"it names at most {limit[1]} tokens, --teacher_top_k is {wanted}: start it with --max-logprobs "
-            f"{wanted}, or lower --teacher_top_k"
+            f"it names at most {error.max_logprobs} tokens, --teacher_top_k is {wanted}: start it with "
+            f"--max-logprobs {wanted}, or lower --teacher_top_k"
         )
     check_ids(named, vocabulary, "it")
     if options.teacher_temperature != 1 and np.array_equal(logp, server.score(ids, wanted)[1]):

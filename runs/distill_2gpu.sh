@@ -1,25 +1,27 @@
 #!/bin/sh
 # Two GPUs, vLLM installed: a student learns word problems from a larger teacher of its family. GPU 0 trains, GPU 1
-# serves both models. NOT RUN YET: no expected number. STUDENT, TEACHER and OUT name others; options after the
-# command are added to train.py's.
+# serves both models, side by side. NOT RUN YET with these models: no expected number. STUDENT, TEACHER, LENGTH
+# (longest prompt + answer) and OUT name others; options after the command are added to train.py's.
 set -e
 cd "$(dirname "$0")/.."
 student=${STUDENT:-Qwen/Qwen3-0.6B}
+teacher=${TEACHER:-Qwen/Qwen3-8B}
+length=${LENGTH:-4096}
 out=${OUT:-runs/distill-2gpu}
 trap 'kill $servers' EXIT
 trap 'exit 1' INT TERM
 
-# one after the other: each measures the memory that the one before has left
+# each gets its cache in bytes: the share of the memory that is free changes while the other one starts
 serve() {
-    CUDA_VISIBLE_DEVICES=1 vllm serve "$@" --generation-config vllm & servers="$servers $!"
-    until curl -sf "http://localhost:$port/health"; do kill -0 $!; sleep 2; done
+    CUDA_VISIBLE_DEVICES=1 VLLM_SERVER_DEV_MODE=1 vllm serve "$@" --generation-config vllm \
+        --gpu-memory-utilization 0.4 --kv-cache-memory-bytes 16000000000 &
+    servers="$servers $!"
 }
-port=8000
-export VLLM_SERVER_DEV_MODE=1
-serve "$student" --port $port --max-model-len 4096 --gpu-memory-utilization 0.3 \
-    --weight-transfer-config '{"backend":"nccl"}'
-port=8001
-serve "${TEACHER:-Qwen/Qwen3-8B}" --port $port --max-model-len 4097 --gpu-memory-utilization 0.5
+serve "$student" --port 8000 --max-model-len "$length" --weight-transfer-config '{"backend":"nccl"}'
+serve "$teacher" --port 8001 --max-model-len $((length + 1))
+for port in 8000 8001; do
+    until curl -sf "http://localhost:$port/health"; do kill -0 $servers; sleep 1; done
+done
 
 CUDA_VISIBLE_DEVICES=0 torchrun --nproc-per-node 1 train.py \
     --model "$student" --task tasks/maths.py --task_kwargs '{"path": "openai/gsm8k", "name": "main"}' \

@@ -16,7 +16,6 @@ from fake_server import FakeServer, teacher_entry
 from rollout_run import TINY, Run, options_for
 from transformers import AutoTokenizer
 
-import teachers
 from client import parse_scores
 from conversation import Rollout, RolloutError
 from options import OptionError, Options
@@ -118,8 +117,7 @@ def test_all_samples_of_a_rollout_are_scored(model):
     assert all(len(g.samples) == 2 and all(s.teacher_ids is not None for s in g.samples) for g in groups)
 
 
-def test_requests_are_limited_timed_and_retried(model, monkeypatch):
-    monkeypatch.setattr(teachers, "REQUESTS", 2)
+def test_requests_are_limited_timed_and_retried(model):
     with FakeServer() as fake, FakeServer() as teacher:
         answer, lock, now, most = teacher.scores, threading.Lock(), [0], [0]
 
@@ -134,6 +132,7 @@ def test_requests_are_limited_timed_and_retried(model, monkeypatch):
 
         teacher.scores, teacher.script = scores, ["500", "reset"]
         options = distilled(model, fake, teachers={"a": teacher, "b": fake}, num_generations=4)
+        options.max_concurrent_scorings = 2
         run = Run(options)
         for server in run.loop.teachers.servers.values():
             server.backoff_s = 0.001
@@ -142,6 +141,8 @@ def test_requests_are_limited_timed_and_retried(model, monkeypatch):
     values = run.metrics()
     assert most[0] == 2 and values["rollout/teacher_retry_count"] == 2
     assert len(values["rollout/teacher_s"]) == 16 and max(values["rollout/teacher_s"]) >= 0.02
+    tokens, seconds = values["rollout/teacher_tokens_per_s"]
+    assert tokens == run.loop._sent_tokens and 0.08 < seconds < 15
 
 
 @pytest.mark.parametrize(
