@@ -40,14 +40,10 @@ def choice(default, choices: list[str], help: str):
 class Options:
     # Model and task
     model: str = option("", "hub name or directory of the model to train")
-    model_init_kwargs: dict | str | None = option(
-        None, "JSON object handed to from_pretrained, e.g. a revision"
-    )
+    model_init_kwargs: dict | str | None = option(None, "JSON for from_pretrained, e.g. a revision")
     dtype: str = choice("float32", ["auto", "float32", "bfloat16", "float16"], "how the weights are loaded")
-    bf16: bool = option(
-        True, "forward and backward in bfloat16 (master weights stay float32); false = float32"
-    )
-    fp16: bool = option(False, "forward and backward in float16, the loss scaled, in place of bf16")
+    bf16: bool = option(True, "compute in bfloat16 (master weights stay float32); false = float32")
+    fp16: bool = option(False, "compute in float16, the loss scaled, in place of bf16")
     trust_remote_code: bool = option(False, "run modelling code that comes with the model")
     task: str = option("", "the task module: a path (tasks/sort.py), or module:function that returns one")
     task_kwargs: dict | str | None = option(None, "JSON object handed to the task's dataset()")
@@ -58,95 +54,60 @@ class Options:
     # Generation
     num_generations: int = option(8, "rollouts per prompt (a group)")
     max_completion_length: int = option(2048, "most tokens of one turn")
-    max_tool_calling_iterations: int | None = option(
-        None, "rounds of tool calls in one rollout (none = no bound)"
-    )
+    max_tool_calling_iterations: int | None = option(None, "rounds of tool calls of a rollout (none = all)")
     temperature: float = option(1.0, "sampling temperature, on both sides of the ratio")
-    top_p: float = option(1.0, "nucleus sampling; below 1 it needs top_k, which bounds the candidate set")
+    top_p: float = option(1.0, "nucleus sampling; below 1 it needs top_k")
     top_k: int = option(0, "sample among the k most likely tokens (0 = all)")
-    min_p: float = option(
-        0.0, "drop tokens below this share of the most likely one's probability; needs top_k"
-    )
+    min_p: float = option(0.0, "drop tokens below this share of the likeliest's probability; needs top_k")
     vllm_server_base_url: list[str] = option(
         ["http://localhost:8000"],
         "one or more server URLs, or the word embedded: start serve.py beside the trainer",
     )
-    vllm_server_timeout: float = option(
-        1800.0, "seconds: a server's start, one request, one call of a weight update"
-    )
+    vllm_server_timeout: float = option(1800.0, "seconds: a server's start, one request, one weight update")
     embedded_max_model_len: int = option(1024, "context length of the embedded server")
     embedded_max_num_seqs: int = option(64, "sequences the embedded server decodes at once")
     max_concurrent_rollouts: int = option(512, "most rollouts in flight")
     rollout_timeout: float | None = option(None, "seconds for one whole rollout (none = no limit)")
-    rollout_worker_timeout: float = option(
-        300.0, "seconds without a heartbeat of the rollout process before the run stops"
-    )
-    on_reward_error: str = choice(
-        "stop", ["stop", "skip"], "what a reward function that fails does to the run"
-    )
+    rollout_worker_timeout: float = option(300.0, "seconds of silence of the rollout process that end a run")
+    on_reward_error: str = choice("stop", ["stop", "skip"], "what a reward that fails does to the run")
     max_staleness: int = option(4, "weight updates generation may run ahead of training")
-    eval_dataset: str | None = option(
-        None, "held-out prompts: path.py:function, module:function, or a .jsonl or .parquet file"
-    )
+    eval_dataset: str | None = option(None, "held-out prompts: path.py:function, or .jsonl or .parquet file")
     eval_steps: int | None = option(None, "optimizer steps between evaluations; the first is at the start")
     record: str | None = option(None, "write every group that is generated to this file")
     replay: str | None = option(None, "train from a recorded file instead of servers, one pass over it")
-    rollout_only: bool = option(
-        False, "generate and score num_train_epochs passes over the prompts with the servers' weights"
-    )
-    log_completions: bool = option(
-        False, "write all completions to output_dir, and print those of one group of every version"
-    )
+    rollout_only: bool = option(False, "generate and score num_train_epochs passes, train nothing")
+    log_completions: bool = option(False, "write all completions, print a group's of every version")
     num_completions_to_print: int | None = option(None, "how many of them (none = all)")
 
     # Objective
     objective: str = choice(
         "grpo", ["grpo", "distill"], "what is trained on: rewards, or what a teacher thinks of the samples"
     )
-    score_centering: bool = option(
-        True, "subtract the expected score under the sampler at every trained token"
-    )
-    score_centering_tail: str = choice(
-        "rescaled", ["rescaled", "drop"], "tokens outside the sampler's top list"
-    )
-    num_sampler_logprobs: int = option(8, "length of the sampler's top list, for score centering")
+    score_centering: bool = option(True, "subtract the expected score under the sampler at every term")
+    score_centering_tail: str = choice("rescaled", ["rescaled", "drop"], "tokens outside the top list")
+    num_sampler_logprobs: int = option(8, "the sampler's top list, for score centering")
     epsilon: float = option(0.2, "clipped surrogate: lower clip is 1 - epsilon")
-    epsilon_high: float | None = option(
-        None, "clipped surrogate: upper clip is 1 + epsilon_high (none = epsilon)"
-    )
-    vllm_importance_sampling_clip_min: float | None = option(
-        0.5, "tokens with a lower ratio add nothing to the loss"
-    )
-    vllm_importance_sampling_clip_max: float | None = option(
-        5.0, "tokens with a higher ratio add nothing to the loss"
-    )
-    router_aux_loss_coef: float | None = option(
-        None, "weight of the load balancing of a mixture of experts (none = the model's own, 0 = off)"
-    )
+    epsilon_high: float | None = option(None, "upper clip is 1 + epsilon_high (none = epsilon)")
+    vllm_importance_sampling_clip_min: float | None = option(0.5, "below this ratio a token is left out")
+    vllm_importance_sampling_clip_max: float | None = option(5.0, "above it a token is left out")
+    router_aux_loss_coef: float | None = option(None, "balances experts (none = the model's own, 0 = off)")
     loss_normalization: str = choice("step", ["step", "microbatch"], "what the loss is divided by")
 
     # Distillation
     teacher_server_urls: list[str] | None = option(
-        None, "teachers: words name=url, or a JSON object (none = default=http://localhost:8001)"
+        None, "words name=url, or JSON (none = default=http://localhost:8001)"
     )
     teacher_top_k: int = option(8, "most likely tokens a teacher names at every position")
     max_concurrent_scorings: int = option(64, "most samples that one teacher is asked about at once")
     teacher_temperature: float = option(
-        1.0, "temperature of student and teacher in the divergence; only if the teacher's server honours it"
+        1.0, "temperature of both in the divergence, if the teacher's server can"
     )
-    beta: float = option(
-        0.0,
-        "divergence: 0 = KL(teacher || student), 1 = KL(student || teacher), between them generalised JSD",
-    )
+    beta: float = option(0.0, "divergence: 0 = KL(teacher || student), 1 = KL(student || teacher), else JSD")
     add_tail_bucket: bool = option(True, "the tokens a teacher does not name are one more outcome")
-    distill_coef: float = option(
-        0.0, "weight of the divergence from a teacher, added to the loss of --objective grpo"
-    )
+    distill_coef: float = option(0.0, "weight of the divergence from a teacher beside --objective grpo")
 
     # Low-rank adapters
-    lora_r: int = option(
-        0, "rank of the adapters that are trained in place of the model (0 = train all of it)"
-    )
+    lora_r: int = option(0, "rank of the adapters that are trained (0 = the whole model is)")
     lora_alpha: float = option(32.0, "an adapter's output is scaled by lora_alpha / lora_r")
     lora_rslora: bool = option(False, "scale it by lora_alpha / sqrt(lora_r) instead")
     lora_dropout: float = option(0.0, "dropout before the adapters")
@@ -159,17 +120,13 @@ class Options:
         ["auto", "merged", "adapter"],
         "what servers get: merged weights, or adapters beside theirs; auto: adapters where they take them",
     )
-    merge_on_save: bool = option(
-        False, "checkpoints hold the model with the adapters merged in, and the adapters in adapter/"
-    )
+    merge_on_save: bool = option(False, "checkpoints hold the merged model, and the adapters in adapter/")
 
     # Packing and optimisation
-    token_budget: int | None = option(
-        None, "unique tokens of a row (none = the server's max_model_len; 0 = fixed count)"
-    )
+    token_budget: int | None = option(None, "most tokens of a row (none = max_model_len; 0 = by count)")
     share_prefixes: bool = option(True, "forward a prefix that samples share once")
     per_device_train_batch_size: int = option(8, "samples per row when token_budget is 0")
-    gradient_accumulation_steps: int = option(1, "micro-batches (one row per rank) of an optimizer step")
+    gradient_accumulation_steps: int = option(1, "micro-batches (a row per rank) of a step")
     gradient_checkpointing: str = choice(
         "auto", ["auto", "true", "false"], "recompute activations in the backward; auto: where memory asks"
     )
@@ -179,9 +136,7 @@ class Options:
     lr_scheduler_type: str = choice(
         "constant", ["constant", "linear", "cosine", "cosine_with_min_lr"], "schedule after the warm-up"
     )
-    lr_scheduler_kwargs: dict | str | None = option(
-        None, "JSON object for a cosine schedule: num_cycles, min_lr or min_lr_rate"
-    )
+    lr_scheduler_kwargs: dict | str | None = option(None, "JSON of a cosine: num_cycles, min_lr, min_lr_rate")
     warmup_steps: int = option(0, "optimizer steps of linear warm-up")
     weight_decay: float = option(0.0, "AdamW weight decay")
     adam_beta1: float = option(0.9, "AdamW beta1")
@@ -190,26 +145,20 @@ class Options:
     max_grad_norm: float = option(1.0, "gradients are clipped to this norm")
     num_train_epochs: float = option(3.0, "passes over the prompts")
     max_steps: int = option(-1, "optimizer steps; when set it replaces num_train_epochs")
-    weight_sync_steps: int = option(1, "optimizer steps between two weight updates of the servers")
+    weight_sync_steps: int = option(1, "optimizer steps between updates of the servers")
     seed: int = option(42, "seed of sampling and of the trainer")
-    shard_size: int | None = option(
-        None, "ranks that share one copy of the weights (none = all; a node's ranks, say, over several nodes)"
-    )
+    shard_size: int | None = option(None, "ranks that share a copy of the weights (none = all)")
     ddp_timeout: int = option(1800, "seconds before a collective of the ranks gives up")
 
     # Logging and saving
-    output_dir: str = option("outputs", "checkpoints, options.json and metrics.jsonl go here")
-    report_to: str = choice(
-        "none", ["none", "tensorboard", "trackio"], "where metrics go beside metrics.jsonl"
-    )
+    output_dir: str = option("outputs", "checkpoints, options.json, metrics.jsonl, report.html go here")
+    report_to: str = choice("none", ["none", "tensorboard", "trackio"], "where metrics go besides")
     run_name: str | None = option(None, "the run's name there (none = that of output_dir)")
     logging_steps: int = option(1, "optimizer steps of a logging window")
     save_steps: int = option(500, "optimizer steps between checkpoints (0 = only at the end)")
     save_total_limit: int | None = option(None, "checkpoints kept (none = all)")
     save_only_model: bool = option(False, "leave out what a resume needs")
-    resume_from_checkpoint: str | None = option(
-        None, "a checkpoint directory, or true for the newest in output_dir"
-    )
+    resume_from_checkpoint: str | None = option(None, "a checkpoint, or true for the newest in output_dir")
     dry_run: bool = option(False, "print the resolved options and stop")
 
     def __post_init__(self):
@@ -274,56 +223,41 @@ def parse_teachers(value) -> dict[str, str] | None:
 
 
 SCHEDULE_KWARGS = {"cosine": {"num_cycles"}, "cosine_with_min_lr": {"num_cycles", "min_lr", "min_lr_rate"}}
-# option, whether its value is fine, what is allowed
+# what a value must be, if it is not none: in words, in Python, and of which options
 RANGES = [
-    ("num_generations", lambda v: v >= 1, "at least 1"),
-    ("max_completion_length", lambda v: v >= 1, "at least 1"),
-    ("max_tool_calling_iterations", lambda v: v is None or v >= 1, "at least 1, or none"),
-    ("temperature", lambda v: v >= 0.01, "0.01 or more: vLLM samples at no lower one, and greedily at 0"),
-    ("top_p", lambda v: 0 < v <= 1, "in (0, 1]"),
-    ("top_k", lambda v: v >= 0, "0 (off) or more"),
-    ("min_p", lambda v: 0 <= v < 1, "in [0, 1)"),
-    ("vllm_server_timeout", lambda v: 0 < v < 1e8, "above 0 and below 1e8 seconds"),
-    ("embedded_max_model_len", lambda v: v >= 8, "at least 8"),
-    ("embedded_max_num_seqs", lambda v: v >= 1, "at least 1"),
-    ("max_concurrent_rollouts", lambda v: v >= 1, "at least 1"),
-    ("rollout_timeout", lambda v: v is None or v > 0, "above 0 seconds, or none"),
-    ("rollout_worker_timeout", lambda v: v > 0, "above 0 seconds"),
-    ("max_staleness", lambda v: v >= 0, "0 or more"),
-    ("eval_steps", lambda v: v is None or v >= 1, "at least 1, or none"),
-    ("num_completions_to_print", lambda v: v is None or v >= 1, "at least 1, or none"),
-    ("num_sampler_logprobs", lambda v: v >= 1, "at least 1"),
-    ("epsilon", lambda v: 0 <= v < 1, "in [0, 1)"),
-    ("epsilon_high", lambda v: v >= 0, "0 or more"),
-    ("vllm_importance_sampling_clip_min", lambda v: v is None or v >= 0, "0 or more, or none"),
-    ("vllm_importance_sampling_clip_max", lambda v: v is None or v > 0, "above 0, or none"),
-    ("teacher_top_k", lambda v: v >= 1, "at least 1"),
-    ("max_concurrent_scorings", lambda v: v >= 1, "at least 1"),
-    ("teacher_temperature", lambda v: v > 0, "above 0"),
-    ("beta", lambda v: 0 <= v <= 1, "in [0, 1]"),
-    ("distill_coef", lambda v: v >= 0, "0 (no teacher) or more"),
-    ("router_aux_loss_coef", lambda v: v is None or v >= 0, "0 or more, or none"),
-    ("lora_r", lambda v: v >= 0, "0 (off) or more"),
-    ("lora_alpha", lambda v: v > 0, "above 0"),
-    ("lora_dropout", lambda v: 0 <= v < 1, "in [0, 1)"),
-    ("per_device_train_batch_size", lambda v: v >= 1, "at least 1"),
-    ("gradient_accumulation_steps", lambda v: v >= 1, "at least 1"),
-    ("learning_rate", lambda v: v >= 0, "0 or more"),
-    ("warmup_steps", lambda v: v >= 0, "0 or more"),
-    ("weight_decay", lambda v: v >= 0, "0 or more"),
-    ("adam_beta1", lambda v: 0 <= v < 1, "in [0, 1)"),
-    ("adam_beta2", lambda v: 0 <= v < 1, "in [0, 1)"),
-    ("adam_epsilon", lambda v: v > 0, "above 0"),
-    ("max_grad_norm", lambda v: v > 0, "above 0"),
-    ("num_train_epochs", lambda v: v > 0, "above 0"),
-    ("max_steps", lambda v: v == -1 or v >= 1, "at least 1, or -1 for num_train_epochs"),
-    ("weight_sync_steps", lambda v: v >= 1, "at least 1"),
-    ("shard_size", lambda v: v is None or v >= 1, "at least 1, or none"),
-    ("seed", lambda v: 0 <= v < 2**63, "0 to 2**63 - 1"),
-    ("ddp_timeout", lambda v: 0 < v < 1e8, "above 0 and below 1e8 seconds"),
-    ("logging_steps", lambda v: v >= 1, "at least 1"),
-    ("save_steps", lambda v: v >= 0, "0 (only at the end) or more"),
-    ("save_total_limit", lambda v: v is None or v >= 1, "at least 1, or none"),
+    (
+        "at least 1",
+        lambda v: v >= 1,
+        "num_generations max_completion_length max_tool_calling_iterations embedded_max_num_seqs "
+        "max_concurrent_rollouts eval_steps num_completions_to_print num_sampler_logprobs teacher_top_k "
+        "max_concurrent_scorings "
+        "per_device_train_batch_size gradient_accumulation_steps weight_sync_steps shard_size "
+        "logging_steps save_total_limit",
+    ),
+    ("at least 8", lambda v: v >= 8, "embedded_max_model_len"),
+    (
+        "0 or more",
+        lambda v: v >= 0,
+        "top_k max_staleness token_budget epsilon_high vllm_importance_sampling_clip_min router_aux_loss_coef "
+        "distill_coef lora_r learning_rate warmup_steps weight_decay save_steps",
+    ),
+    (
+        "above 0",
+        lambda v: v > 0,
+        "rollout_timeout rollout_worker_timeout vllm_importance_sampling_clip_max teacher_temperature "
+        "lora_alpha adam_epsilon max_grad_norm num_train_epochs",
+    ),
+    ("in [0, 1]", lambda v: 0 <= v <= 1, "beta"),
+    ("in [0, 1)", lambda v: 0 <= v < 1, "min_p epsilon lora_dropout adam_beta1 adam_beta2"),
+    ("in (0, 1]", lambda v: 0 < v <= 1, "top_p"),
+    ("above 0 and below 1e8", lambda v: 0 < v < 1e8, "vllm_server_timeout ddp_timeout"),
+    ("0 to 2**63 - 1", lambda v: 0 <= v < 2**63, "seed"),
+    ("at least 1, or -1 for num_train_epochs", lambda v: v == -1 or v >= 1, "max_steps"),
+    (
+        "0.01 or more: vLLM samples at no lower one, and greedily at 0",
+        lambda v: v >= 0.01,
+        "temperature",
+    ),
 ]
 
 
@@ -334,10 +268,11 @@ def check(options: Options) -> Options:
     for name, value in vars(options).items():
         if value == "" and name != "task":
             raise OptionError(f"--{name} is empty; give it a value or leave it out")
-    for name, allowed, text in RANGES:
-        value = getattr(options, name)
-        if isinstance(value, float) and not math.isfinite(value) or not allowed(value):
-            raise OptionError(f"--{name} is {value}; it must be {text}")
+    for must, allowed, names in RANGES:
+        for name in names.split():
+            value = getattr(options, name)
+            if value is not None and not (allowed(value) and math.isfinite(value)):
+                raise OptionError(f"--{name} is {value}; it must be {must}")
     low, high = options.vllm_importance_sampling_clip_min, options.vllm_importance_sampling_clip_max
     if low is not None and high is not None and low >= high:
         raise OptionError(f"--vllm_importance_sampling_clip_min {low} must be below ..._clip_max {high}")
@@ -440,38 +375,43 @@ def check_schedule(options: Options) -> None:
         )
 
 
-LORA = ["alpha", "rslora", "dropout", "target_modules", "modules_to_save", "sync"]
-ASKED = ["teacher_server_urls", "teacher_top_k", "max_concurrent_scorings"]  # of teachers themselves
-TEACHER = [*ASKED, "teacher_temperature", "beta", "add_tail_bucket"]
-POLICY = [
-    *("score_centering", "score_centering_tail", "num_sampler_logprobs", "epsilon", "epsilon_high"),
-    *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max", "distill_coef"),
-]
-
-# options that do something only in some mode: when they do nothing, and why
+# options that do something only in some mode: which, when they do nothing, and why
 IDLE = [
-    *(
-        (name, lambda o: not o.has_teachers, "without --objective distill or --distill_coef")
-        for name in TEACHER
-    ),
-    *((name, lambda o: o.distills, "with --objective distill, which has no policy term") for name in POLICY),
-    ("on_reward_error", lambda o: o.distills and not o.eval_dataset, "with --objective distill: no rewards"),
-    *(
-        (name, lambda o: o.replay, "with --replay: a recording holds what the teachers said")
-        for name in ASKED
-    ),
-    *((f"lora_{name}", lambda o: not o.lora_r, "without --lora_r") for name in LORA),
-    ("merge_on_save", lambda o: not o.lora_r, "without --lora_r"),
-    ("lora_sync", lambda o: o.replay or o.rollout_only, "where nothing is sent: --replay, --rollout_only"),
-    ("score_centering_tail", lambda o: not o.score_centering, "with --score_centering false"),
-    ("num_sampler_logprobs", lambda o: not o.score_centering, "with --score_centering false"),
     (
-        "per_device_train_batch_size",
-        lambda o: o.token_budget is None or o.token_budget > 0,
-        "without --token_budget 0",
+        "teacher_server_urls teacher_top_k teacher_temperature beta add_tail_bucket",
+        lambda o: not o.has_teachers,
+        "without --objective distill or --distill_coef",
     ),
-    ("embedded_max_model_len", lambda o: not o.embedded, "without --vllm_server_base_url embedded"),
-    ("embedded_max_num_seqs", lambda o: not o.embedded, "without --vllm_server_base_url embedded"),
+    (
+        "score_centering score_centering_tail num_sampler_logprobs epsilon epsilon_high distill_coef "
+        "vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max",
+        lambda o: o.distills,
+        "with --objective distill, which has no policy term",
+    ),
+    ("on_reward_error", lambda o: o.distills and not o.eval_dataset, "with --objective distill: no rewards"),
+    (
+        "teacher_server_urls teacher_top_k",
+        lambda o: o.replay,
+        "with --replay: a recording holds what the teachers said",
+    ),
+    (
+        "lora_alpha lora_rslora lora_dropout lora_target_modules lora_modules_to_save lora_sync "
+        "merge_on_save",
+        lambda o: not o.lora_r,
+        "without --lora_r",
+    ),
+    ("lora_sync", lambda o: o.replay or o.rollout_only, "where nothing is sent: --replay, --rollout_only"),
+    (
+        "score_centering_tail num_sampler_logprobs",
+        lambda o: not o.score_centering,
+        "with --score_centering false",
+    ),
+    ("per_device_train_batch_size", lambda o: o.token_budget != 0, "without --token_budget 0"),
+    (
+        "embedded_max_model_len embedded_max_num_seqs",
+        lambda o: not o.embedded,
+        "without --vllm_server_base_url embedded",
+    ),
     ("run_name", lambda o: o.report_to != "trackio", "without --report_to trackio"),
     ("num_completions_to_print", lambda o: not o.log_completions, "without --log_completions"),
     ("num_train_epochs", lambda o: o.max_steps > 0, "with --max_steps, which replaces it"),
@@ -481,9 +421,10 @@ IDLE = [
 def check_effects(options: Options) -> None:
     """Refuse an option that was set and does nothing in this mode; say so where it only feeds a metric."""
     defaults = Options()
-    for name, idle, why in IDLE:
-        if getattr(options, name) != getattr(defaults, name) and idle(options):
-            raise OptionError(f"--{name} has no effect {why}; leave it out")
+    for names, idle, why in IDLE:
+        for name in names.split() if idle(options) else []:
+            if getattr(options, name) != getattr(defaults, name):
+                raise OptionError(f"--{name} has no effect {why}; leave it out")
     if options.lora_sync == "adapter" and options.lora_modules_to_save:
         raise OptionError(
             "--lora_sync adapter sends adapters alone, and --lora_modules_to_save trains more: leave one out"
@@ -494,10 +435,7 @@ def check_effects(options: Options) -> None:
             "token share what is dropped there",
             flush=True,
         )
-    if options.score_centering and (options.epsilon, options.epsilon_high) != (
-        defaults.epsilon,
-        defaults.epsilon,
-    ):
+    if options.score_centering and not options.epsilon == options.epsilon_high == defaults.epsilon:
         print("note: under score centering --epsilon only feeds the clip_ratio metrics", flush=True)
 
 
