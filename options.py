@@ -238,8 +238,8 @@ RANGES = [
     (
         "0 or more",
         lambda v: v >= 0,
-        "top_k max_staleness token_budget epsilon_high vllm_importance_sampling_clip_min router_aux_loss_coef "
-        "distill_coef lora_r learning_rate warmup_steps weight_decay save_steps",
+        "top_k token_budget epsilon_high vllm_importance_sampling_clip_min router_aux_loss_coef "
+        "max_staleness distill_coef lora_r learning_rate warmup_steps weight_decay save_steps",
     ),
     (
         "above 0",
