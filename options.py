@@ -230,9 +230,8 @@ RANGES = [
         lambda v: v >= 1,
         "num_generations max_completion_length max_tool_calling_iterations embedded_max_num_seqs "
         "max_concurrent_rollouts eval_steps num_completions_to_print num_sampler_logprobs teacher_top_k "
-        "max_concurrent_scorings "
-        "per_device_train_batch_size gradient_accumulation_steps weight_sync_steps shard_size "
-        "logging_steps save_total_limit",
+        "max_concurrent_scorings per_device_train_batch_size gradient_accumulation_steps weight_sync_steps "
+        "shard_size logging_steps save_total_limit",
     ),
     ("at least 8", lambda v: v >= 8, "embedded_max_model_len"),
     (
@@ -378,7 +377,7 @@ def check_schedule(options: Options) -> None:
 # options that do something only in some mode: which, when they do nothing, and why
 IDLE = [
     (
-        "teacher_server_urls teacher_top_k teacher_temperature beta add_tail_bucket",
+        "teacher_server_urls teacher_top_k max_concurrent_scorings teacher_temperature beta add_tail_bucket",
         lambda o: not o.has_teachers,
         "without --objective distill or --distill_coef",
     ),
@@ -390,7 +389,7 @@ IDLE = [
     ),
     ("on_reward_error", lambda o: o.distills and not o.eval_dataset, "with --objective distill: no rewards"),
     (
-        "teacher_server_urls teacher_top_k",
+        "teacher_server_urls teacher_top_k max_concurrent_scorings",
         lambda o: o.replay,
         "with --replay: a recording holds what the teachers said",
     ),
