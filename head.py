@@ -39,6 +39,7 @@ import numpy as np
 import torch
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 640 << 20}  # of the one block y [R, V] that is alive at a time
+TILE = 128  # rows: a product of whole tiles wastes nothing
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Head:
     bias: torch.Tensor | None = None  # [V]
     logit_scale: float = 1.0
     softcap: float | None = None
+    values: torch.Tensor | None = None  # [V, E], read in place of weight, which only gets the gradient then
 
 
 SCALES = ("logit_scale", "lm_head_multiplier", "output_multiplier", "logits_scaling")
@@ -61,12 +63,12 @@ HARMLESS = re.compile(
 )
 
 
-def head_of(model, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> Head:
+def head_of(model) -> Head:
     """The Head of a transformers causal language model, read from its configuration by name.
 
-    weight, bias: what to use instead of the model's own parameters, which are shards under FSDP. Raises
-    ValueError where the head is not a plain linear layer or the configuration names a transformation of the
-    logits that is not known here: an ignored one would make every ratio wrong.
+    Under FSDP its weight and bias are shards, for the caller to replace. Raises ValueError where the head is
+    not a plain linear layer or the configuration names a transformation of the logits that is not known here:
+    an ignored one would make every ratio wrong.
     """
     linear = model.get_output_embeddings()
     if not isinstance(linear, torch.nn.Linear):
@@ -87,12 +89,7 @@ def head_of(model, weight: torch.Tensor | None = None, bias: torch.Tensor | None
             raise ValueError(
                 f"{type(config).__name__}.{name} = {value!r} changes the logits in an unknown way"
             )
-    return Head(
-        weight=linear.weight if weight is None else weight,
-        bias=linear.bias if bias is None else bias,
-        logit_scale=scale,
-        softcap=softcap,
-    )
+    return Head(linear.weight, linear.bias, scale, softcap)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -176,10 +173,12 @@ def operand_dtype(hidden: torch.Tensor) -> torch.dtype:
 
 
 def plan_chunks(host, rows: int) -> tuple[int, list[Chunk]]:
-    """How many positions of a numpy row carry a term, and chunks of at most `rows` of them, equal in size."""
+    """How many positions of a numpy row carry a term, and chunks of at most `rows` of them: whole tiles, and
+    as many in each as possible (the last may have fewer)."""
     first = np.flatnonzero(np.diff(host.position, prepend=-1))  # [U], the first term of each
     count = max(1, -(-len(first) // rows))  # no term at all: one empty chunk, and nothing is a special case
-    edges = len(first) * np.arange(count + 1) // count
+    size = min(rows, -(-len(first) // (count * TILE)) * TILE)
+    edges = np.minimum(size * np.arange(count + 1), len(first))
     terms = np.append(first, len(host.position))[edges]
     candidates = 0 * terms if host.candidate_offsets is None else host.candidate_offsets[terms]
     slices = [
@@ -217,11 +216,12 @@ class Request:
 def _all_chunks(hidden, head: Head, row, ids, support, temperature, score: Score, asked):
     dtype, operand = statistics_dtype(hidden), operand_dtype(hidden)
     vocabulary = len(head.weight)
-    weight = head.weight.to(hidden.dtype).to(operand)  # [V, E], rounded as any model rounds it
+    weight = head.weight if head.values is None else head.values
+    weight = weight.to(hidden.dtype).to(operand)  # [V, E], rounded as any model rounds it
     bias = None if head.bias is None else head.bias.to(hidden.dtype)  # [V]
     padded = -(-vocabulary // 16) * 16  # rows that begin at multiples of 16 bytes: the products want them
     rows = CHUNK_BYTES[hidden.device.type] // (padded * dtype.itemsize)
-    scored, chunks = plan_chunks(row.host, max(1, rows - rows % 128 if rows > 128 else rows))
+    scored, chunks = plan_chunks(row.host, max(1, rows - rows % TILE if rows > TILE else rows))
     slot = (row.position.diff(prepend=row.position.new_full((1,), -1)) != 0).cumsum(0) - 1  # [M]
     position = slot.new_empty(scored).scatter_(0, slot, row.position)  # [U]
     first = torch.searchsorted(slot, torch.arange(scored + 1, device=slot.device))  # [U + 1]
@@ -236,8 +236,8 @@ def _all_chunks(hidden, head: Head, row, ids, support, temperature, score: Score
     d_hidden = hidden.new_zeros(hidden.shape) if asked[0] else None  # [N, E]
     # in bfloat16 only where that is the gradient's own type: bench/loss.py has the error that costs
     sums = operand if operand == head.weight.dtype else dtype
-    d_weight = torch.zeros_like(head.weight, dtype=sums) if asked[1] else None  # [V, E]
-    d_bias = torch.zeros_like(head.bias, dtype=dtype) if asked[2] else None  # [V]
+    d_weight = hidden.new_zeros(weight.shape, dtype=sums) if asked[1] else None  # [V, E]
+    d_bias = hidden.new_zeros(vocabulary, dtype=dtype) if asked[2] else None  # [V]
     collected = []
     for chunk in chunks:
         h = hidden[position[chunk.positions]].to(operand)  # [R, E]

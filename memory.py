@@ -9,7 +9,7 @@
     row         N tokens: 12 E a token around the layers; in a layer whose activations are kept
                 2 (2 E + 3 H D + 3 G D + 2 W) a token, in one that recomputes them 2 E, its input; once more
                 what is kept, for the gradients inside the layer that the backward has reached
-    head        6 V E and a block of logits (4 V E more where the weight is gathered)
+    head        its gradient, 4 V E (twice where R does not divide V), and a block of logits
 
 P parameters, N unique tokens of the row (at most the token budget), E hidden size, H query heads, G K/V
 heads, D head size, W width of the MLP (of all the experts a token goes to), V vocabulary. What a compiled
@@ -94,7 +94,7 @@ def memory_of(
         weights=(12 * trained + 2 * frozen) / ranks + gathered,
         gradients=4 * trained / ranks,
         accumulates=accumulates,
-        head=(6 if ranks == 1 else 10) * embedding + CHUNK_BYTES["cuda"],
+        head=(8 if read("vocab_size") % ranks else 4) * embedding + CHUNK_BYTES["cuda"],
         token=12 * hidden + kept,
         kept=kept,
         recomputed=2 * hidden,

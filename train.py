@@ -35,7 +35,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.tensor import Partial
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial
 from transformers.utils.logging import disable_progress_bar
 
 import attention
@@ -44,7 +45,7 @@ from adapters import AdapterSync, choose
 from checkpoint import Progress, SaveError, Saver
 from feed import LEAVING, PREEMPTED, WAITING, Batch, Feed
 from generate import generate
-from head import Head, head_of
+from head import head_of
 from loss import (
     Objective,
     check_row,
@@ -298,7 +299,8 @@ def forward_backward(
     with (watch or Stopwatch())("perf/fwd_s", on_device=True):
         output = backbone_output(model, row, **index, **({"output_router_logits": True} if balance else {}))
         hidden = output.last_hidden_state[0]  # [N, E]
-        total, stats = row_loss(hidden, gathered_head(model), row, objective, options.temperature)
+        with gathered_head(model) as head:
+            total, stats = row_loss(hidden, head, row, objective, options.temperature)
     value = total.detach()
     if balance:  # weighs by the row's trained tokens, so that its share of the step's is what counts
         stats["aux_loss"] = router_loss(
@@ -319,15 +321,38 @@ def backbone_output(model, row: Row, **arguments):
     )
 
 
-def gathered_head(model) -> Head:
-    """The output head, its float32 weight gathered once per micro-batch; gradients are summed back."""
+@contextlib.contextmanager
+def gathered_head(model):
+    """The output head, its weight as FSDP gathers it for the products: with the backbone where they are tied.
 
-    def whole(parameter):
-        if parameter is not None:
-            return parameter.full_tensor(grad_placements=[Partial()] * parameter.device_mesh.ndim)
-
+    Its gradient stays float32 up to the shards, unlike a layer's
+    (tests/test_train.py::test_the_head_is_gathered_in_the_type_of_the_products).
+    """
     linear = model.get_output_embeddings()
-    return head_of(model, whole(linear.weight), whole(linear.bias))
+    alone = isinstance(linear, FSDPModule)
+    unit, module = (linear, linear) if alone else (model.get_decoder(), model.get_input_embeddings())
+    bias = linear.bias
+    if bias is not None:
+        bias = bias.full_tensor(grad_placements=[Partial()] * bias.device_mesh.ndim)
+    head = replace(head_of(model), weight=Unread.apply(linear.weight), bias=bias)
+    unit.unshard()
+    yield replace(head, values=module.weight.detach())
+    if alone:
+        unit.reshard()
+
+
+class Unread(torch.autograd.Function):
+    """The whole of a sharded parameter, for its gradient only: it has no memory and no values."""
+
+    @staticmethod
+    def forward(ctx, parameter):
+        ctx.layout = parameter.device_mesh, parameter.placements
+        return parameter.to_local().new_empty(()).expand(parameter.shape)  # [V, E]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        mesh, placements = ctx.layout
+        return DTensor.from_local(gradient, mesh, [Partial()] * mesh.ndim).redistribute(placements=placements)
 
 
 def optimizer_step(model, optimizer, scheduler, divisor: int, max_grad_norm: float) -> float:

@@ -3,7 +3,8 @@
     python bench/loss.py [--widths 1024,4096] [--positions 16384] [--vocabulary 151936] [--json FILE]
 
     fused          head.py with score centering over 8 ids a term, every eighth position with three targets;
-                   from a float32 weight too, as train.py has it, whose gradient is float32
+                   as train.py has it too: the weight is float32, and so is its gradient, but FSDP has
+                   gathered it in bfloat16
     Liger          LigerFusedLinearCrossEntropyLoss: plain cross-entropy, one label a position, no entropy
     full logits    bfloat16 logits of all positions and autograd: what a model's own forward would do
     recompute      chunks of 2048 positions, recomputed in the backward
@@ -95,8 +96,8 @@ def pieces(positions: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, positions)) for start in range(0, positions, size)]
 
 
-def fused(hidden, weight, row):
-    total, stats = row_loss(hidden, Head(weight), row, OBJECTIVE, 1.0)
+def fused(hidden, weight, row, values=None):
+    total, stats = row_loss(hidden, Head(weight, values=values), row, OBJECTIVE, 1.0)
     total.backward()
     return stats["logp"]
 
@@ -126,7 +127,7 @@ def liger(hidden, weight, row):
 
 METHODS = {
     "fused": fused,
-    "fused, float32 weight": fused,
+    "fused, float32 gradient": fused,
     "Liger": liger,
     "full logits": full_logits,
     "recompute": recompute,
@@ -146,8 +147,9 @@ def exact(hidden, weight, row):
 
 def measure(name: str, hidden, weight, row, truth, repeats: int) -> dict:
     """Milliseconds, TFLOP/s of 6 U V E, GiB beyond the gradients, errors."""
-    weight = weight.float() if "float32" in name else weight.clone()
-    hidden, weight = hidden.clone().requires_grad_(), weight.requires_grad_()
+    given = [weight] if "float32" in name else []
+    weight = (weight.float() if given else weight.clone()).requires_grad_()
+    hidden = hidden.clone().requires_grad_()
     times = []
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -156,7 +158,7 @@ def measure(name: str, hidden, weight, row, truth, repeats: int) -> dict:
         hidden.grad = weight.grad = logp = None
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        logp = METHODS[name](hidden, weight, row)
+        logp = METHODS[name](hidden, weight, row, *given)
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))

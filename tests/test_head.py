@@ -440,8 +440,6 @@ def test_a_transformation_that_is_not_known_is_refused():
     assert head_of(fake_model(**harmless)).softcap is None
 
 
-def test_the_caller_may_supply_gathered_parameters():
-    weight, bias = torch.zeros(7, 4), torch.zeros(7)
-    head = head_of(fake_model("hyperclovax", logits_scaling=4.0), weight, bias)
-    assert head.weight is weight and head.bias is bias and head.logit_scale == 4.0
-    assert dataclasses.replace(head, weight=bias).weight is bias
+def test_one_family_multiplies_where_the_others_divide():
+    assert head_of(fake_model("hyperclovax", logits_scaling=4.0)).logit_scale == 4.0
+    assert head_of(fake_model("granite", logits_scaling=4.0)).logit_scale == 0.25

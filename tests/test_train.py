@@ -7,6 +7,8 @@ import pickle
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,7 @@ import attention
 import start
 import train
 from head import head_of
-from loss import router_coefficient
+from loss import router_coefficient, row_loss
 from options import OptionError, Options
 from packing import Sample, pack
 from start import make_optimizer
@@ -93,7 +95,7 @@ def test_load_balancing_weighs_by_the_trained_tokens_of_a_row(family, recompute,
     model = AutoModelForCausalLM.from_config(config, attn_implementation="tree").train()
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    monkeypatch.setattr(train, "gathered_head", head_of)
+    monkeypatch.setattr(train, "gathered_head", lambda model: nullcontext(head_of(model)))
     ids = torch.randint(3, 40, (9,), generator=torch.Generator().manual_seed(1)).int().numpy()
     logp = np.full(9, -3.0, dtype=np.float32)
     row = pack([Sample(ids, np.arange(9) >= 4, logp, 1.0, 0, 0, 0, 0)]).to("cpu")
@@ -114,6 +116,34 @@ def test_load_balancing_weighs_by_the_trained_tokens_of_a_row(family, recompute,
         slope = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         difference = balanced[name] - without[name]
         torch.testing.assert_close(difference, 0.5 * row.terms * slope, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family, tied", [("qwen3", True), ("qwen3", False), ("phi", False)])
+def test_the_head_is_gathered_in_the_type_of_the_products(family, tied, alone):
+    """Once for a tied one, with the embedding. The gradient reaches the shards in float32."""
+    ranks = start.join_ranks(options := Options(model="m"))
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(family, **sizes, **heads, tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_config(config)
+    weight = model.get_output_embeddings().weight.detach().clone().requires_grad_()
+    start.shard(model, options, ranks)
+    shard = model.get_output_embeddings().weight
+    logp = np.full(9, -3.0, dtype=np.float32)
+    row = pack([Sample(np.arange(3, 12), np.arange(9) >= 4, logp, 1.0, 0, 0, 0, 0)]).to("cpu")
+    hidden = model.get_decoder()(row.input_ids[None]).last_hidden_state[0].detach()  # bfloat16 [N, E]
+    objective = train.make_objective(options)
+    with train.gathered_head(model) as head:
+        assert head.values.dtype == hidden.dtype == torch.bfloat16
+        assert not tied or head.values.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+        assert head.weight.dtype == torch.float32 and head.weight.untyped_storage().nbytes() == 4
+        row_loss(hidden, head, row, objective, 1.0)[0].backward()
+    linear = model.get_output_embeddings()
+    assert linear.weight is shard
+    bias = None if head.bias is None else head.bias.detach().requires_grad_()
+    row_loss(hidden, replace(head, weight=weight, bias=bias, values=None), row, objective, 1.0)[0].backward()
+    for ours, whole in ((linear.weight, weight), (linear.bias, bias))[: 1 if bias is None else 2]:
+        assert whole.grad.norm() > 0 and torch.equal(ours.grad.full_tensor(), whole.grad)
 
 
 def test_a_router_coefficient_is_refused_where_nothing_is_routed():
