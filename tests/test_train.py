@@ -126,11 +126,11 @@ def test_the_head_is_gathered_in_the_type_of_the_products(family, tied, alone):
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     config = AutoConfig.for_model(family, **sizes, **heads, tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_config(config)
-    weight = model.get_output_embeddings().weight.detach().clone().requires_grad_()
+    weight = model.get_output_embeddings().weight.detach().to(ranks.device, copy=True).requires_grad_()
     start.shard(model, options, ranks)
     shard = model.get_output_embeddings().weight
     logp = np.full(9, -3.0, dtype=np.float32)
-    row = pack([Sample(np.arange(3, 12), np.arange(9) >= 4, logp, 1.0, 0, 0, 0, 0)]).to("cpu")
+    row = pack([Sample(np.arange(3, 12), np.arange(9) >= 4, logp, 1.0, 0, 0, 0, 0)]).to(ranks.device)
     hidden = model.get_decoder()(row.input_ids[None]).last_hidden_state[0].detach()  # bfloat16 [N, E]
     objective = train.make_objective(options)
     with train.gathered_head(model) as head:
