@@ -475,6 +475,19 @@ def test_one_such_step_is_counted_and_the_run_goes_on(tmp_path, monkeypatch, alo
     assert all(t.isfinite().all() for t in load_file(final / "model.safetensors").values())
 
 
+def test_the_metrics_of_a_step_are_one_collective(tmp_path, monkeypatch, alone):
+    """Numerators and denominators of every metric, gathered once a record."""
+    gathered, gather = [], train.dist.gather_object
+    monkeypatch.setattr(
+        train.dist, "gather_object", lambda x, *a, **k: gathered.append(x) or gather(x, *a, **k)
+    )
+    for other in ("all_reduce", "reduce", "all_gather", "gather"):
+        monkeypatch.setattr(train.dist, other, None)  # any call of it would fail
+    seen, out = poisoned("measured", tmp_path, monkeypatch, alone)
+    windows = sum(isinstance(x, train.Window) for x in gathered)  # the others are a checkpoint's
+    assert windows == len(seen) == len((out / "metrics.jsonl").read_text().splitlines()) > 3
+
+
 def test_three_in_a_row_stop_the_run_and_keep_the_batch(tmp_path, monkeypatch, alone):
     with pytest.raises(RuntimeError, match="three steps in a row; the last micro-batch is in"):
         poisoned("thrice", tmp_path, monkeypatch, alone, 1, 2, 3)
