@@ -121,6 +121,21 @@ def test_chunk_size_does_not_change_the_result(objective, monkeypatch):
             torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-13)
 
 
+def test_the_products_are_of_the_positions_that_carry_a_term_once_each(monkeypatch):
+    """However many terms and ids there are: three products of U V E."""
+    work, product = [], head.product
+
+    def counted(a, b, *out, **how):
+        work.append(a.numel() * b.shape[1])
+        return product(a, b, *out, **how)
+
+    monkeypatch.setattr(head, "product", counted)
+    hidden, model, row = random_problem(3)
+    row_loss(hidden, model, row, Objective(), 1.0)
+    scored = len(row.position.unique())
+    assert scored < min(len(hidden), len(row.position)) and work == [scored * 23 * 6] * 3
+
+
 class LargestTensor(TorchDispatchMode):
     elements = 0
 
