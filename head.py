@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 640 << 20}  # of the one block y [R, V] that is alive at a time
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 896 << 20}  # of the one block y [R, V] that is alive at a time
 TILE = 128  # rows: a product of whole tiles wastes nothing
 
 
@@ -236,7 +236,7 @@ def _all_chunks(hidden, head: Head, row, ids, support, temperature, score: Score
     d_hidden = hidden.new_zeros(hidden.shape) if asked[0] else None  # [N, E]
     # in bfloat16 only where that is the gradient's own type: bench/loss.py has the error that costs
     sums = operand if operand == head.weight.dtype else dtype
-    d_weight = hidden.new_zeros(weight.shape, dtype=sums) if asked[1] else None  # [V, E]
+    d_weight = hidden.new_empty(weight.shape, dtype=sums) if asked[1] else None  # [V, E]
     d_bias = hidden.new_zeros(vocabulary, dtype=dtype) if asked[2] else None  # [V]
     collected = []
     for chunk in chunks:
@@ -248,7 +248,7 @@ def _all_chunks(hidden, head: Head, row, ids, support, temperature, score: Score
         if d_bias is not None:
             d_bias += dy.sum(0, dtype=dtype)
         if d_weight is not None:
-            product(dy.T, h, d_weight, add=True)
+            product(dy.T, h, d_weight, add=chunk is not chunks[0])
         if d_hidden is not None:
             part = h.new_empty(h.shape, dtype=dtype)  # [R, E]
             d_hidden[position[chunk.positions]] = product(dy, weight, part).to(d_hidden.dtype)
