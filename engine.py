@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import traceback
 from collections import Counter, deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -222,10 +223,10 @@ def filtered(logits: torch.Tensor, top_k, top_p, min_p) -> torch.Tensor:
     return logits
 
 
-def uniforms(seed: int, count: int) -> np.ndarray:
-    """The numbers in [0, 1) that decide a request's tokens. 32 bits each, so that their product with a
-    float64 sum of probabilities stays below the sum."""
-    generator = np.random.default_rng(seed % (1 << 64))
+def uniforms(seed: int | None, count: int) -> np.ndarray:
+    """The numbers in [0, 1) that decide a request's tokens; others every time without a seed. 32 bits each,
+    so that their product with a float64 sum of probabilities stays below the sum."""
+    generator = np.random.default_rng(seed if seed is None else seed % (1 << 64))
     return generator.integers(0, 1 << 32, size=count) / float(1 << 32)
 
 
@@ -317,7 +318,7 @@ class Request:
     marks: list[tuple[int, str]] = field(default_factory=list)  # (first output token, weight version)
     finish_reason: str | None = None
     stop_reason: int | None = None
-    done: Future = field(default_factory=Future)
+    done: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self):
         self.prompt_length = len(self.tokens)
@@ -432,7 +433,6 @@ class Engine:
         self.paused = self.updating = False
         self.whole = True  # false after an update that failed: the weights may be a mixture of two policies
         self.counters: Counter = Counter()
-        self.seeds = np.random.default_rng(options.seed)
         self.piece = functools.lru_cache(maxsize=None)(self.piece)
         self.error: Exception | None = None  # what a forward ended in: nothing runs after it
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -479,24 +479,16 @@ class Engine:
             raise RuntimeError(f"EngineCore encountered an issue: {self.error}")
 
     # -- commands
-    def submit(self, requests: list[Request]) -> None:
-        self.waiting.extend(requests)
+    def drop(self, request: Request) -> None:
+        """Forget a request whose client has gone."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.running:
+            self.leave(request)
 
-    def abort(self, requests: list[Request]) -> None:
-        """End those that have not ended, with the tokens they have."""
-        for request in requests:
-            if request in self.waiting:
-                self.waiting.remove(request)
-                self.end(request, "abort")
-            elif request in self.running:
-                self.leave(request)
-                self.end(request, "abort")
-
-    def pause(self, mode: str) -> None:
-        """Stop before the next forward. Requests are held in place (keep) or ended with what they have."""
+    def pause(self) -> None:
+        """Stop before the next forward; requests stay where they are."""
         self.paused = True
-        if mode == "abort":
-            self.abort([*self.waiting, *self.running])
 
     def resume(self) -> None:
         if self.updating:
@@ -650,7 +642,7 @@ class Engine:
         self.counters["generation_tokens"] += len(ready)
         for request in [r for r in ready if r.finish_reason]:
             self.leave(request)
-            self.end(request, request.finish_reason)
+            request.done.set()
 
     def score_prompts(self, logits: torch.Tensor, scored: list[tuple[Request, int, int]]) -> None:
         """Log-probability and rank of each prompt token, and the most likely ones, at temperature 1."""
@@ -679,10 +671,6 @@ class Engine:
         if source != target:
             self.running[target] = self.running[source]
             self.cache.move(source, target, self.running[source].computed)
-
-    def end(self, request: Request, reason: str) -> None:
-        request.finish_reason = reason
-        request.done.set_result(None)
 
     def stop(self) -> None:
         self.error = RuntimeError("the server has been closed")

@@ -28,7 +28,6 @@ import threading
 import time
 import traceback
 import uuid
-from concurrent.futures import wait
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -49,17 +48,11 @@ def parser() -> argparse.ArgumentParser:
     add("--model", required=True, help="directory (or hub name) of the model to serve")
     add("--host", default="127.0.0.1", help="address to listen on; the server has no authentication")
     add("--port", type=int, default=8000, help="port to listen on; 0 picks a free one")
-    add(
-        "--max_model_len",
-        type=at_least(0),
-        default=0,
-        help="longest prompt + completion; 0 = the model's own",
-    )
+    add("--max_model_len", type=at_least(0), default=0, help="longest prompt + answer; 0 = the model's own")
     add("--max_num_seqs", type=at_least(1), default=64, help="requests at once, max_model_len of cache each")
     add("--max_logprobs", type=at_least(-1), default=64, help="log-probabilities per token; -1 = no limit")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="auto: the checkpoint's")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:<index>")
-    add("--seed", type=int, default=0, help="seeds the requests that bring no seed")
     add("--served_model_name", default="", help="the model's name in requests and answers; default: --model")
     add("--enable_lora", action="store_true", help="take low-rank adapters, at /v1/load_lora_adapter")
     add("--max_loras", type=at_least(1), default=1, help="adapters loaded at once")
@@ -90,15 +83,14 @@ class Refusal(Exception):
 # What a completion request may set: its kind, its default, what the value has to be.
 FIELDS = {
     "model": (str, None),
-    "n": (int, 1, lambda v: v >= 1, "must be at least 1"),
     "seed": (int, None),
     "max_tokens": (int, 16, lambda v: v >= 1, "must be at least 1"),
     "temperature": (float, 1.0, lambda v: v >= 0, "must be non-negative"),
     "top_k": (int, 0, lambda v: v >= -1, "must be 0 (disable), or at least 1"),
     "top_p": (float, 1.0, lambda v: 0 < v <= 1, "must be in (0, 1]"),
     "min_p": (float, 0.0, lambda v: 0 <= v <= 1, "must be in [0, 1]"),
-    "logprobs": (int, None, lambda v: v >= -1, "must be non-negative or -1"),
-    "prompt_logprobs": (int, None, lambda v: v >= -1, "must be non-negative or -1"),
+    "logprobs": (int, None, lambda v: v >= 0, "must be non-negative"),
+    "prompt_logprobs": (int, None, lambda v: v >= 0, "must be non-negative"),
     "stop_token_ids": (list, [], lambda v: all(type(i) is int for i in v), "must be a list of token ids"),
     "ignore_eos": (bool, False),
     "return_token_ids": (bool, False),
@@ -113,7 +105,7 @@ UNSUPPORTED = {
     **dict.fromkeys(("stop", "bad_words", "logprob_token_ids", "suffix"), (None, [], "")),
     **dict.fromkeys(("echo", "stream", "use_beam_search"), (None, False)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens"), (None, 0)),
-    "repetition_penalty": (None, 1),
+    **dict.fromkeys(("repetition_penalty", "n"), (None, 1)),
 }
 
 
@@ -144,71 +136,61 @@ def read_settings(body: dict, engine: Engine) -> SimpleNamespace:
     settings["top_k"] = min(settings["top_k"], engine.vocab_size)
     limit = engine.options.max_logprobs
     for name, what in (("logprobs", "sample"), ("prompt_logprobs", "prompt")):
-        count = engine.vocab_size if settings[name] == -1 else settings[name]
-        if count is not None and 0 <= limit < count:
+        count = settings[name] or 0
+        if 0 <= limit < count:
             message = f"Requested {what} logprobs of {count}, which is greater than max allowed: {limit}"
             raise Refusal(400, f"{message} (parameter={name}, value={count})", name)
-        settings[name] = None if count is None else min(count, engine.vocab_size)
+        settings[name] = settings[name] and min(count, engine.vocab_size)
     return SimpleNamespace(**settings)
 
 
-def read_prompts(body: dict, engine: Engine) -> list[list[int]]:
-    """The token ids of each prompt: one or a list, text or ids."""
-    prompt = body.get("prompt")
-    if prompt in (None, ""):
+def read_prompt(body: dict, engine: Engine) -> list[int]:
+    """The token ids of the prompt, which is text or ids."""
+    ids = body.get("prompt")
+    if ids in (None, ""):
         message = "Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)"
         raise Refusal(400, message, "prompt")
-    prompts = prompt if isinstance(prompt, list) and (not prompt or type(prompt[0]) is not int) else [prompt]
-    if not prompts or not all(prompts):
+    if isinstance(ids, str):
+        ids = engine.tokenizer(ids).input_ids
+    if not ids:
         raise Refusal(400, "You must pass at least one prompt")
-    prompts = [engine.tokenizer(p).input_ids if isinstance(p, str) else p for p in prompts]
-    for ids in prompts:
-        if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
-            raise Refusal(400, "prompt must be text or a list of token ids, which start at 0.", "prompt")
-        if max(ids) >= engine.vocab_size:
-            raise Refusal(400, f"Token id {max(ids)} is out of vocabulary")
-        limit = f"This model's maximum context length is {engine.max_model_len} tokens."
-        if len(ids) > engine.max_model_len:
-            raise Refusal(400, f"{limit} However, your prompt contains {len(ids)} input tokens.", "prompt")
-        if len(ids) == engine.max_model_len:
-            raise Refusal(400, f"max_tokens must be at least 1, got 0. ({limit})", "max_tokens")
-    return prompts
+    if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
+        raise Refusal(400, "prompt must be text or a list of token ids, which start at 0.", "prompt")
+    if max(ids) >= engine.vocab_size:
+        raise Refusal(400, f"Token id {max(ids)} is out of vocabulary")
+    limit = f"This model's maximum context length is {engine.max_model_len} tokens."
+    if len(ids) > engine.max_model_len:
+        raise Refusal(400, f"{limit} However, your prompt contains {len(ids)} input tokens.", "prompt")
+    if len(ids) == engine.max_model_len:
+        raise Refusal(400, f"max_tokens must be at least 1, got 0. ({limit})", "max_tokens")
+    return ids
 
 
-def requests_of(body: dict, engine: Engine) -> list[Request]:
-    """The engine's requests of a completion body: n for each prompt, cut at the model's length, silently."""
-    settings = read_settings(body, engine)
+def request_of(body: dict, engine: Engine) -> Request:
+    """The engine's request of a completion body, cut at the model's length, silently."""
+    settings, prompt = read_settings(body, engine), read_prompt(body, engine)
     eos_ids = frozenset() if settings.ignore_eos else engine.eos_ids
-    requests = []
-    for prompt in read_prompts(body, engine):
-        count = min(settings.max_tokens, engine.max_model_len - len(prompt))
-        seed = int(engine.seeds.integers(1 << 62)) if settings.seed is None else settings.seed
-        for i in range(settings.n):
-            stop_ids = frozenset(settings.stop_token_ids)
-            drawn = uniforms(seed + i, count)
-            requests.append(Request(list(prompt), settings, eos_ids, stop_ids, drawn, settings.adapter))
-    return requests
+    drawn = uniforms(settings.seed, min(settings.max_tokens, engine.max_model_len - len(prompt)))
+    return Request(prompt, settings, eos_ids, frozenset(settings.stop_token_ids), drawn, settings.adapter)
 
 
 # -------------------------------------------------------------------------------------------- answers
-def completion_answer(engine: Engine, requests: list[Request]) -> dict:
-    prompt_tokens = sum(request.prompt_length for request in requests[:: requests[0].settings.n])
-    generated = sum(request.generated for request in requests)
-    total = prompt_tokens + generated
+def completion_answer(engine: Engine, request: Request) -> dict:
+    usage = {"prompt_tokens": request.prompt_length, "completion_tokens": request.generated}
     return {
         "id": f"cmpl-{uuid.uuid4().hex[:16]}",
         "object": "text_completion",
         "created": int(time.time()),
-        "model": requests[0].settings.model or engine.name,
-        "choices": [choice(engine, index, request) for index, request in enumerate(requests)],
-        "usage": {"prompt_tokens": prompt_tokens, "total_tokens": total, "completion_tokens": generated},
+        "model": request.settings.model or engine.name,
+        "choices": [choice(engine, request)],
+        "usage": usage | {"total_tokens": len(request.tokens)},
     }
 
 
-def choice(engine: Engine, index: int, request: Request) -> dict:
+def choice(engine: Engine, request: Request) -> dict:
     settings, prompt = request.settings, request.tokens[: request.prompt_length]
     answer = {
-        "index": index,
+        "index": 0,
         "text": engine.text(request),
         "logprobs": None,
         "finish_reason": request.finish_reason,
@@ -296,24 +278,25 @@ def metrics(call: Handler) -> str:
 
 
 def completions(call: Handler) -> dict:
-    engine, requests = call.engine, requests_of(call.body(), call.engine)
-    engine.post(engine.submit, requests)
+    engine, request = call.engine, request_of(call.body(), call.engine)
+    engine.post(engine.waiting.append, request)
     try:
-        for request in requests:
-            while not wait([request.done], timeout=0.5).done:
-                engine.check()
-                call.check_client()
+        while not request.done.wait(0.5):
+            engine.check()
+            call.check_client()
     except BaseException:
-        engine.post(engine.abort, requests)
+        engine.post(engine.drop, request)
         raise
-    return completion_answer(engine, requests)
+    return completion_answer(engine, request)
 
 
 def pause(call: Handler) -> dict:
     mode = parse_qs(call.url.query).get("mode", ["abort"])[-1]
-    if mode not in ("abort", "keep"):
-        raise Refusal(400, f"mode should be 'abort' or 'keep', got {mode}", "mode")
-    call.engine.call(call.engine.pause, mode)
+    if mode != "keep":
+        raise Refusal(
+            400, f"the embedded server pauses with mode=keep, which drops no request, not {mode}", "mode"
+        )
+    call.engine.call(call.engine.pause)
     return {"status": "paused"}
 
 

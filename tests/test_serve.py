@@ -89,9 +89,8 @@ def shared_server(directory):
 
 @pytest.fixture
 def server(shared_server):
-    """The module's server, unpaused and without requests after each test."""
+    """The module's server, unpaused after each test."""
     yield shared_server
-    post(shared_server, "/pause?mode=abort")
     post(shared_server, "/resume")
 
 
@@ -128,8 +127,7 @@ def complete(server, prompt, **settings):
     body |= {"return_token_ids": True, "return_tokens_as_token_ids": True, "return_weight_versions": True}
     answer = post(server, "/v1/completions", body | settings)
     assert answer.status_code == 200, answer.text
-    choices = answer.json()["choices"]
-    return choices[0] if settings.get("n", 1) == 1 else choices
+    return answer.json()["choices"][0]
 
 
 def in_background(function, *args, **kwargs):
@@ -220,12 +218,10 @@ def assert_part(ours, theirs, place="answer"):
 
 @pytest.mark.parametrize(
     "name",
-    """completions_logprobs8_token_ids completions_n4 completions_two_prompts_n2
-    completions_no_logprobs_defaults completions_processed_top_k5_temp07 completions_sampled_outside_top
-    completions_greedy_temp0 completions_ignore_eos unknown_field_is_ignored teacher_prompt_logprobs8
-    teacher_prompt_logprobs0 teacher_batch_two_prompts version models get_world_size is_paused_false
-    pause_keep pause_abort error_pause_json_body_ignored resume weight_info start_weight_update
-    finish_weight_update server_info_json""".split(),
+    """completions_logprobs8_token_ids completions_no_logprobs_defaults completions_processed_top_k5_temp07
+    completions_sampled_outside_top completions_greedy_temp0 completions_ignore_eos unknown_field_is_ignored
+    teacher_prompt_logprobs8 teacher_prompt_logprobs0 version models get_world_size is_paused_false pause_keep
+    resume weight_info start_weight_update finish_weight_update server_info_json""".split(),
 )
 def test_answers_are_part_of_recorded_ones(server, name):
     expected, answer = replay(server, name)
@@ -241,8 +237,7 @@ def test_answers_are_part_of_recorded_ones(server, name):
 @pytest.mark.parametrize(
     "name",
     """content_type empty_prompt_list no_prompt token_id_out_of_vocab unknown_model logprobs_above_max
-    prompt_logprobs_above_max max_tokens_zero n_zero negative_temperature top_p_zero
-    prompt_exact_max_len""".split(),
+    prompt_logprobs_above_max max_tokens_zero negative_temperature top_p_zero prompt_exact_max_len""".split(),
 )
 def test_errors_are_the_recorded_ones_word_for_word(server, name):
     expected, answer = replay(server, f"error_{name}")
@@ -306,7 +301,7 @@ def test_metrics_have_recorded_names_and_count(server):
 
 
 @pytest.mark.parametrize(
-    "setting", [{"stop": ["x"]}, {"repetition_penalty": 1.2}, {"stream": True}, {"min_tokens": 3}]
+    "setting", [{"stop": ["x"]}, {"repetition_penalty": 1.2}, {"stream": True}, {"n": 3}]
 )
 def test_a_setting_the_server_does_not_have_is_refused_by_name(server, setting):
     answer = post(server, "/v1/completions", {"prompt": [5]} | setting)
@@ -451,21 +446,13 @@ def test_company_does_not_change_a_seeded_request(server):
         )
 
 
-def test_n_samples_are_n_requests_with_consecutive_seeds(server):
-    choices = complete(server, [5, 9], n=4, seed=100)
-    singles = [complete(server, [5, 9], seed=100 + i) for i in range(4)]
-    assert [c["index"] for c in choices] == [0, 1, 2, 3]
-    assert [c["token_ids"] for c in choices] == [c["token_ids"] for c in singles]
-    assert len({tuple(c["token_ids"]) for c in choices}) == 4
-
-
 def test_unseeded_requests_differ(server):
     assert complete(server, [5], seed=None)["token_ids"] != complete(server, [5], seed=None)["token_ids"]
 
 
 def test_more_requests_than_slots_all_finish(server):
-    choices = complete(server, [5, 9], n=30, max_tokens=6)
-    assert all(len(c["token_ids"]) == 6 for c in choices)
+    waits = [in_background(complete, server, [5, 9], max_tokens=6) for _ in range(30)]
+    assert all(len(wait()["token_ids"]) == 6 for wait in waits)
     assert len(server.engine.running) == 0
 
 
@@ -503,7 +490,7 @@ def test_length_ends_a_request_at_max_tokens_and_at_the_model_length(server):
     assert (len(choice["token_ids"]), choice["finish_reason"]) == (3, "length")
 
 
-def test_a_client_that_disconnects_has_its_request_aborted(server):
+def test_a_client_that_disconnects_has_its_request_dropped(server):
     body = json.dumps({"prompt": [5], "max_tokens": 1000, "ignore_eos": True}).encode()
     post(server, "/pause?mode=keep")
     with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as client:
@@ -547,14 +534,6 @@ def test_a_step_whose_requests_have_left_does_nothing(server):
     """They can leave between the moment it is queued and its turn."""
     server.engine.call(server.engine.step)
     server.engine.check()
-
-
-def test_pause_abort_returns_what_there_is(server, model):
-    wait = long_request(server)
-    post(server, "/pause")
-    choice = wait()
-    assert choice["finish_reason"] == "abort" and 10 < len(choice["token_ids"]) < 900
-    assert_logp(model, [5, 9, 33], choice)
 
 
 # --------------------------------------------------------------------------------------------- weights
@@ -747,7 +726,7 @@ def test_a_dead_engine_answers_instead_of_hanging(directory, monkeypatch):
     monkeypatch.setattr(server.engine, "forward", lambda *args: 1 / 0)
     assert post(server, "/v1/completions", {"prompt": [5]}).status_code == 500
     assert get(server, "/health").status_code == 503
-    assert post(server, "/pause").status_code == 500
+    assert post(server, "/pause?mode=keep").status_code == 500
     server.close()
 
 
