@@ -26,6 +26,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from functools import wraps
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
@@ -88,47 +89,44 @@ def _segments(subtree_end, depth) -> Segments:
 
 def convolve(x, weight, bias, activation, plan: Plan):
     """Causal convolution along paths of `x` [N, E] with `weight` [E, W] and `bias` [E] or None -> [N, E]."""
-    if not plan.plain and delta_kernels.usable(x) and activation in ("silu", "swish", None):
-        states = plan(_conv_states, weight.shape[1])
-        return delta_kernels.Convolve.apply(
-            x, weight, bias, activation, *states, plan(delta_kernels.layout_of)
-        )
+    back = plan(_ancestors, weight.shape[1])
+    triton = x.is_cuda and x.dtype != torch.float64 and find_spec("triton") and not plan.plain
+    if triton and activation in ("silu", "swish", None):
+        from attention.delta_convolution import Convolve
+
+        return Convolve.apply(x, weight, bias, activation is not None, back, plan(_forks, weight.shape[1]))
     exact = torch.promote_types(x.dtype, torch.float32)
-    tokens, place = plan(_conv_paths, weight.shape[1])
-    taken = F.pad(x.to(exact), (0, 0, 0, 1)).index_select(0, tokens)  # [N + S (W-1), E]
-    bias = None if bias is None else bias.to(exact)
-    y = F.conv1d(taken.mT[None], weight[:, None].to(exact), bias, groups=x.shape[1])[0].mT
-    y = y.index_select(0, place)  # [N, E]
+    taken, weight = F.pad(x.to(exact), (0, 0, 0, 1)), weight.to(exact).mT.flip(0)  # [N+1, E], [W, E]
+    y = weight[0] * taken[:-1] + (0 if bias is None else bias.to(exact))  # [N, E]
+    for tap, tokens in zip(weight[1:], back, strict=True):
+        y = y + tap * taken[tokens]  # the row behind the last where there is no such ancestor: -1
     return (ACT2FN[activation](y) if activation else y).to(x.dtype)
 
 
-def _before(segments: Segments, count: int) -> np.ndarray:
-    """[S, count]: the tokens in front of each segment on its path, the nearest last; -1 past the root."""
-    before = np.full((len(segments.parent), count), -1)
-    for segment, parent in enumerate(segments.parent):
-        if parent >= 0:
-            own = np.arange(*segments.start[parent : parent + 2])
-            before[segment] = np.append(before[parent], own)[-count:]
-    return before
+def _ancestors(segments: Segments, device, width: int) -> torch.Tensor:
+    """[W-1, N] int32: the tokens 1, 2, ... back on every token's path, -1 past the root."""
+    parent = np.arange(-1, segments.start[-1] - 1, dtype=np.int32)  # [N]
+    parent[segments.start[:-1]] = np.where(segments.parent < 0, -1, segments.start[segments.parent + 1] - 1)
+    back = [parent]
+    for _ in range(width - 2):
+        back.append(np.where(back[-1] < 0, -1, parent[back[-1]]))
+    return torch.from_numpy(np.stack(back)).to(device)
 
 
-def _conv_paths(segments: Segments, device, width: int) -> tuple:
-    """Tokens [N + S (W-1)]: each segment behind the last of its path (N = none). Where outputs are, [N]."""
-    length, sizes = segments.start[-1], np.diff(segments.start)
-    before = _before(segments, width - 1)
-    own = np.split(np.arange(length), segments.start[1:-1])
-    tokens = np.concatenate([part for pair in zip(before, own, strict=True) for part in pair])
-    place = np.arange(length) + np.repeat(np.arange(len(sizes)), sizes) * (width - 1)
-    tokens[tokens < 0] = length
-    return torch.from_numpy(tokens).to(device), torch.from_numpy(place).to(device)
-
-
-def _conv_states(segments: Segments, device, width: int) -> tuple:
-    """The distinct tokens [T] in front of segments; which of them fill each state [S, W] (1 = the first)."""
-    before = np.pad(_before(segments, width - 1), ((0, 0), (1, 0)), constant_values=-1)  # [S, W]
-    tokens, state = np.unique(before, return_inverse=True)  # -1 is always there, as the first
-    state = torch.from_numpy(state.reshape(before.shape)).to(device)
-    return torch.from_numpy(tokens[1:]).to(device), state
+def _forks(segments: Segments, device, width: int) -> tuple:
+    """Tokens less than W in front of a branch, and all descendants that see them (Convolve's `forks`)."""
+    back = _ancestors(segments, "cpu", width).numpy()
+    tokens = np.arange(back.shape[1], dtype=np.int32)
+    above = np.concatenate([tokens, *back])  # of (distance, token)
+    below, distance = np.tile(tokens, width), np.repeat(np.arange(width, dtype=np.int32), len(tokens))
+    forks = np.unique(above[(above >= 0) & (above != below - distance)])
+    forked = np.zeros(len(tokens) + 1, bool)  # the last for -1
+    forked[forks] = True
+    listed = np.flatnonzero(forked[above])
+    listed = listed[np.argsort(above[listed], kind="stable")]
+    starts = np.searchsorted(above[listed], np.append(forks, len(tokens))).astype(np.int32)
+    arrays = forks, starts, below[listed], distance[listed]
+    return tuple(torch.from_numpy(array).to(device) for array in arrays)
 
 
 # ---- the rule, plain PyTorch
@@ -206,8 +204,7 @@ def recur(q, k, v, g, beta, normalise: bool, plan: Plan):
     q is scaled by K^-1/2, after q and k are divided by their length where `normalise` asks for it.
     """
     if normalise and not plan.plain and delta_kernels.usable(v) and max(q.shape[2], v.shape[2]) <= 256:
-        rows = (x[None].contiguous() for x in (q.to(v), k.to(v), v, g.float(), beta))
-        return delta_kernels.Recur.apply(*rows, plan(delta_kernels.layout_of)).squeeze(0)
+        return delta_kernels.recur(q, k, v, g, beta, plan(delta_kernels.layout_of))
     exact = torch.promote_types(v.dtype, torch.float32)
     with torch.autocast(v.device.type, enabled=False):
         q, k, v_exact, g, beta = (x.to(exact) for x in (q, k, v, g, beta))

@@ -1,8 +1,8 @@
-"""The layers of delta.py by the kernels of flash-linear-attention, a whole trie in one launch of each.
+"""The recurrence of delta.py by the kernels of flash-linear-attention, a whole trie in one launch of each.
 
 What a kernel does inside chunks of a sequence is right on a trie once every segment is a sequence of its own.
 Two hand states from chunk to chunk: they are launched once per level, and children start from what their
-parent left. The convolution needs no levels, since its states are W - 1 tokens of the input.
+parent left.
 
     forward    norms, decay, the triangular solve │ states: level 0, 1, ... │ output
     backward   the solve, states: level 0, 1, ... │ their gradients: ..., 1, 0 │ everything else
@@ -10,8 +10,8 @@ parent left. The convolution needs no levels, since its states are W - 1 tokens 
 The package is optional and imported where it is first used. What is taken from it are the functions below its
 public one, which has no parent for a sequence, and which would gather and launch all of them for each level.
 
-Letters as in delta.py: N tokens, S segments, P chunks, W and E width and channels of the convolution, G
-query/key heads, H value heads, K and V their sizes; n listed segments of a level.
+Letters as in delta.py: N tokens, S segments, P chunks, G query/key heads, H value heads, K and V their sizes;
+n listed segments of a level.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ LOG2E = math.log2(math.e)  # they take decays to base 2
 
 # What is used of the package, by its names of version 0.6.
 FLA = {
-    "convolve": "fla.modules.causal_conv1d.causal_conv1d_fwd",
-    "convolve_back": "fla.modules.causal_conv1d.causal_conv1d_bwd",
     "norm": "fla.modules.norm.l2norm.l2norm_fwd",
     "norm_back": "fla.modules.norm.l2norm.l2norm_bwd",
     "cumsum": "fla.ops.utils.chunk_local_cumsum",
@@ -72,8 +70,8 @@ def _fla() -> SimpleNamespace | None:
 def _for_wide_heads(function):
     """`chunk_bwd_dqkwg` without its refusal of Hopper cards under Triton 3.4 to 3.7.0.
 
-    What is compiled wrongly there is a tile of 64, and heads of more than 64 take tiles of 128
-    (tests/test_delta.py::test_kernels_are_as_close_to_float64_as_the_package_on_each_path).
+    What is compiled wrongly there is a tile of 64. Key heads of more take tiles of 128, and narrower ones are
+    widened (tests/test_delta.py::test_kernels_are_as_close_to_float64_as_the_package_on_each_path).
     """
     function = unwrap(function)
     scope = function.__globals__ | {"IS_NVIDIA_HOPPER": False}
@@ -123,54 +121,28 @@ def layout_of(segments, device) -> SimpleNamespace:
     return SimpleNamespace(start=start, chunks=chunks.view(-1, 2), levels=levels)
 
 
-class Convolve(torch.autograd.Function):
-    """delta.convolve. `before` [T]: tokens in front of segments; `state` [S, W]: which of them, 1 = first."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, activation, before, state, layout):
-        where = dict(activation=activation, cu_seqlens=layout.start, chunk_indices=layout.chunks)
-        ctx.rest = before, state, where
-        ctx.save_for_backward(x, weight, bias)
-        front = _front(x, before, state)
-        return _fla().convolve(
-            x=x[None], weight=weight, bias=bias, residual=None, initial_state=front, **where
-        )[0][0]
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight, bias = ctx.saved_tensors
-        before, state, where = ctx.rest
-        dx, dweight, dbias, _, dfront = _fla().convolve_back(
-            x=x[None], dy=dy[None].contiguous(), dht=None, weight=weight, bias=bias, residual=None,
-            initial_state=_front(x, before, state), **where,
-        )  # fmt: skip
-        # What children send back to a token they share is summed in float32, and without atomics.
-        dtaken = dfront.new_zeros(len(before) + 1, x.shape[1])  # [1+T, E]
-        dtaken.index_put_((state,), dfront.mT, accumulate=True)
-        dx = dx[0].index_add_(0, before, dtaken[1:].to(dx))
-        return dx, dweight, dbias, None, None, None, None
-
-
-def _front(x, before, state):
-    """[S, E, W] float32: the inputs in front of each segment."""
-    taken = F.pad(x.index_select(0, before).float(), (0, 0, 1, 0))  # [1+T, E]
-    return taken[state].mT.contiguous()
+def recur(q, k, v, g, beta, layout):
+    """delta.recur on rows of 16 bits, q and k normalised."""
+    scale = q.shape[2] ** -0.5
+    if q.shape[2] <= 64:  # zeros change neither norms nor products
+        q, k = (F.pad(x, (0, 128 - x.shape[2])) for x in (q, k))
+    rows = (x[None].contiguous() for x in (q.to(v), k.to(v), v, g.float(), beta))
+    return Recur.apply(*rows, scale, layout).squeeze(0)
 
 
 class Recur(torch.autograd.Function):
-    """delta.recur: q, k [1, N, G, K], v [1, N, H, V], g, beta [1, N, H]."""
+    """q, k [1, N, G, K], v [1, N, H, V], g, beta [1, N, H] -> [1, N, H, V]."""
 
     @staticmethod
-    def forward(ctx, q, k, v, g, beta, layout):
+    def forward(ctx, q, k, v, g, beta, scale, layout):
         fla = _fla()
         where = dict(cu_seqlens=layout.start, chunk_indices=layout.chunks)
-        ctx.scale = q.shape[-1] ** -0.5
         (q, q_size), (k, k_size) = fla.norm(q), fla.norm(k)
         g = fla.cumsum(g, chunk_size=CHUNK, scale=LOG2E, **where)
         w, u, inverse = fla.solve(k=k, v=v, g=g, beta=beta, **where)
         h, rest = _states(k, w, u, g, layout)
-        output = fla.output(q=q, k=k, v=rest, h=h, g=g, scale=ctx.scale, **where)
-        ctx.layout = layout
+        output = fla.output(q=q, k=k, v=rest, h=h, g=g, scale=scale, **where)
+        ctx.scale, ctx.layout = scale, layout
         ctx.save_for_backward(q, q_size, k, k_size, v, g, beta, inverse)
         return output
 
@@ -184,8 +156,7 @@ class Recur(torch.autograd.Function):
         h, rest = _states(k, w, u, g, layout)
         drest = fla.rest_back(q=q, k=k, g=g, do=doutput, scale=ctx.scale, **where)
         dh, drest = _states_back(q, k, w, g, doutput, drest, ctx.scale, layout)
-        output_back = _for_wide_heads(fla.output_back) if q.shape[3] > 64 else fla.output_back
-        dq, dk, dw, dg = output_back(
+        dq, dk, dw, dg = _for_wide_heads(fla.output_back)(
             q=q, k=k, v=rest, w=w, g=g, h=h, dv=drest, do=doutput, dh=dh, scale=ctx.scale, **where
         )
         dk_solve, dv, dbeta, dg_solve = fla.solve_back(
@@ -193,7 +164,7 @@ class Recur(torch.autograd.Function):
         )
         dg = fla.cumsum(dg.add_(dg_solve), chunk_size=CHUNK, reverse=True, **where)
         dq, dk = fla.norm_back(q, q_size, dq), fla.norm_back(k, k_size, dk.add_(dk_solve))
-        return dq.to(q), dk.to(k), dv.to(v), dg, dbeta.to(beta), None
+        return dq.to(q), dk.to(k), dv.to(v), dg, dbeta.to(beta), None, None
 
 
 def _sizes(k, v) -> dict:

@@ -4,6 +4,8 @@ python -m pytest tests/test_delta.py
 """
 
 import json
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -215,12 +217,57 @@ def test_levels_list_every_segment_once(samples):
     assert sorted(seen) == list(range(len(segments.parent)))
 
 
-# ---- the kernels
+# ---- the kernels: the convolution's also under the interpreter, in a process of its own
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+interpreter = pytest.mark.skipif(
+    DEVICE == "cpu" and not INTERPRETED, reason="see the test of the interpreter"
+)
 kernels = pytest.mark.skipif(
     not torch.cuda.is_available() or delta_kernels._fla() is None,
     reason="needs a CUDA device and flash-linear-attention",
 )
+
+
+@pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the kernels run in this process")
+def test_convolution_passes_under_the_interpreter():
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-k", "convolution_in_one_pass", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
+
+
+@interpreter
+@pytest.mark.parametrize("seed", range(4))
+def test_convolution_in_one_pass_equals_plain_pytorch(seed, monkeypatch):
+    """Rows of short segments, many children of one parent, tiles smaller and larger than segments."""
+    from attention import delta_convolution
+
+    monkeypatch.setattr(delta_convolution, "TILE", 8)
+    monkeypatch.setattr(delta_convolution, "BLOCK", 16)
+    torch.manual_seed(seed)
+    samples = random_samples(seed, longest=12) + [[1, 2, token] for token in range(3, 25)]
+    plan, parent = plan_of_row(samples)
+    width, silu, biased = [(4, True, False), (4, False, True), (2, True, True), (5, True, False)][seed]
+    shapes = (len(parent), 20), (20, width), *([(20,)] if biased else [])
+    leaves = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    gradient = torch.randn(shapes[0])
+    bias = leaves[2] if biased else None
+    wanted = delta.convolve(*leaves[:2], bias, "silu" if silu else None, plan)
+    rest = (plan(delta._ancestors, width), plan(delta._forks, width))
+    x, weight, *bias = (leaf.detach().float().to(DEVICE).requires_grad_() for leaf in leaves)
+    rest = rest[0].to(DEVICE), [part.to(DEVICE) for part in rest[1]]
+    found = delta_convolution.Convolve.apply(x, weight, bias[0] if bias else None, silu, *rest)
+    torch.testing.assert_close(found.double().cpu(), wanted, rtol=1e-5, atol=1e-5)
+    grads = torch.autograd.grad(found, (x, weight, *bias), gradient.to(DEVICE))
+    for a, b in zip(grads, torch.autograd.grad(wanted, leaves, gradient.double()), strict=True):
+        torch.testing.assert_close(a.double().cpu(), b, rtol=1e-5, atol=1e-4)
 
 
 def on_row_and_on_paths(run, samples, tensors, gradient):
@@ -271,7 +318,7 @@ LONG = [
 
 
 @kernels
-@pytest.mark.parametrize("heads", [(16, 32, 128), (4, 4, 128), (2, 4, 256)])
+@pytest.mark.parametrize("heads", [(16, 32, 128), (4, 4, 128), (2, 4, 256), (2, 4, 64)])
 def test_kernels_are_as_close_to_float64_as_the_package_on_each_path(heads):
     torch.manual_seed(0)
     groups, values, size = heads
