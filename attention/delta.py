@@ -13,6 +13,7 @@ trie both simply follow the path, t's predecessor being par(t), not the token in
 Two engines compute the rule. `_rule_torch` is plain PyTorch, in float32 or the precision of its inputs: the
 chunks of all segments at once (arXiv 2406.06484), and one step per chunk of the longest path for the states.
 delta_kernels.py runs the kernels of flash-linear-attention, where it is installed, on 16-bit CUDA tensors.
+The convolution is plain PyTorch too, and delta_convolution.py on CUDA tensors of 16 or 32 bits.
 
 `hook` puts both into the modelling code of transformers by replacing the two functions that its layers call.
 It must never let a layer run as if the row were one sequence: what it cannot do on a trie raises ValueError.
