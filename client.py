@@ -333,6 +333,21 @@ class Server:
         with self._reading():
             return list(response.json()["choices"][0]["prompt_token_ids"])
 
+    def knows(self, token: int) -> bool:
+        """Whether the served model has this token id.
+
+        Asked as a logit bias of 0, never as a prompt: there vLLM lets the first id past the vocabulary through
+        (its tokenizer counts one more), and its engine dies of a failed assertion on the GPU.
+        """
+        body = {"prompt": [0], "max_tokens": 1, "temperature": 1.0, "top_k": 1, "logit_bias": {str(token): 0.0}}
+        try:
+            self._call("POST", COMPLETIONS, body=body)
+        except ServerError as error:
+            if error.status != 400:
+                raise
+            return False
+        return True
+
     def _sample(self, data: str, prompt_ids: list[int], timeout: float, endpoint: str) -> dict:
         response = self._call("POST", endpoint, data=data, timeout=timeout)
         with self._reading(502):  # cut off, by a proxy or a dying server

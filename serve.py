@@ -92,6 +92,7 @@ FIELDS = {
     "logprobs": (int, None, lambda v: v >= 0, "must be non-negative"),
     "prompt_logprobs": (int, None, lambda v: v >= 0, "must be non-negative"),
     "stop_token_ids": (list, [], lambda v: all(type(i) is int for i in v), "must be a list of token ids"),
+    "logit_bias": (dict, {}, lambda v: not any(v.values()), "must be 0 at the embedded server"),
     "ignore_eos": (bool, False),
     "return_token_ids": (bool, False),
     "return_tokens_as_token_ids": (bool, False),
@@ -101,7 +102,7 @@ FIELDS = {
 # vLLM's settings that this server does not have, with the values that change nothing: others are refused.
 UNSUPPORTED = {
     **dict.fromkeys(("allowed_token_ids", "truncate_prompt_tokens", "prompt_embeds"), (None,)),
-    **dict.fromkeys(("structured_outputs", "response_format", "logit_bias"), (None, {})),
+    **dict.fromkeys(("structured_outputs", "response_format"), (None, {})),
     **dict.fromkeys(("stop", "bad_words", "logprob_token_ids", "suffix"), (None, [], "")),
     **dict.fromkeys(("echo", "stream", "use_beam_search"), (None, False)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens"), (None, 0)),
@@ -133,6 +134,9 @@ def read_settings(body: dict, engine: Engine) -> SimpleNamespace:
     if settings["model"] not in (None, engine.name) and settings["adapter"] is None:
         message = f"The model `{settings['model']}` does not exist. Valid aliases: {engine.name}."
         raise Refusal(404, message, "model")
+    for token in settings["logit_bias"]:
+        if not token.isdecimal() or int(token) >= engine.vocab_size:
+            raise Refusal(400, f"token id {token} in logit_bias is out of vocabulary", "logit_bias")
     settings["top_k"] = min(settings["top_k"], engine.vocab_size)
     limit = engine.options.max_logprobs
     for name, what in (("logprobs", "sample"), ("prompt_logprobs", "prompt")):

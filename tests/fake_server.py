@@ -116,7 +116,7 @@ class FakeServer:
             str, tuple[int, object]
         ] = {}  # path -> (status, json or text) instead of the usual
         self.max_model_len = 1000
-        self.vocabulary: int | None = None  # prompts with other ids are refused
+        self.vocabulary: int | None = None  # logit biases of other ids are refused
         self.paused = False
         self.dead = False
         self._port = port
@@ -228,8 +228,9 @@ class FakeServer:
         elif step == "timeout":
             time.sleep(1.0)
             http.close_connection = True
-        elif step == "200" and self.vocabulary and max(body["prompt"]) >= self.vocabulary:
-            self.reply(http, 400, {"error": {"message": "Token id is out of vocabulary"}})
+        elif step == "200" and self.vocabulary and body.get("logit_bias"):
+            known = all(int(token) < self.vocabulary for token in body["logit_bias"])
+            self.reply(http, 200 if known else 400, {"error": {"message": "out-of-vocab token ids"}})
         elif step == "200" and self.masks and not body["top_k"]:
             self.reply(http, 400, {"error": {"message": "a sampling mask requires top_k"}})
         elif step == "200" and (isinstance(body["prompt"], str) or body.get("prompt_logprobs")):

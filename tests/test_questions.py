@@ -135,6 +135,7 @@ def test_server_of_another_vocabulary_is_refused(size, words):
         if words is None:
             check_server(server, options_of(), size)
             assert all(body["top_k"] for body in fake.requests), "some servers take no other requests"
+            assert max(max(body["prompt"]) for body in fake.requests) == 0, "vLLM dies of an unknown id there"
         else:
             with pytest.raises(OptionError, match=words):
                 check_server(server, options_of(), size)
