@@ -166,14 +166,20 @@ class Link:
         self.start(self.broadcast_chunks)
 
     def broadcast_chunks(self) -> None:
+        """Each chunk is queued while the one before it is on its way."""
+        leaving = []
         while (item := self.chunks.get()) is not None:
-            chunk, packed = item
-            if packed is not None:
-                packed.synchronize()  # the main thread has packed it on its own stream
-            self.group.broadcast(chunk)
-            with self.moved:
-                self.sent += 1
-                self.moved.notify()
+            leaving.append((item, self.group.broadcast(*item)))  # keeps the chunk alive
+            if len(leaving) > 1:
+                self.has_left(*leaving.pop(0))
+        for chunk in leaving:
+            self.has_left(*chunk)
+
+    def has_left(self, _, end) -> None:
+        self.group.wait(end)
+        with self.moved:
+            self.sent += 1
+            self.moved.notify()
 
     def until_sent(self, count: int) -> None:
         self.wait(lambda: self.sent >= count, "the update")

@@ -2,7 +2,7 @@
 
     unique_id() --- over HTTP, or in a TCP store ---> the workers      rank 0 is the trainer, the only sender
     NcclGroup     ncclCommInitRank, then an all-reduce of one float32, with which vLLM warms up
-    broadcast     on a stream of its own; returns when the bytes have left
+    broadcast     queued on a stream of its own, so that the GPU goes from one to the next; `wait` for its end
     close         ncclCommAbort
 
 torch.distributed has no group that a stranger can join and leave: its shutdown waits for the other end, and a
@@ -92,10 +92,10 @@ class NcclGroup:
             check(library().ncclCommInitRank(ctypes.byref(self.comm), world_size, identity, rank))
             one = torch.ones(1, device=device)
             torch.cuda.current_stream().synchronize()
-            self.run("ncclAllReduce", one, FLOAT32, SUM)
+            self.wait(self.run("ncclAllReduce", one, FLOAT32, SUM))
 
-    def run(self, name: str, tensor: torch.Tensor, *how) -> None:
-        """One collective, in place, and the wait for it. NcclError when the group was closed meanwhile."""
+    def run(self, name: str, tensor: torch.Tensor, *how) -> torch.cuda.Event:
+        """Queue one collective, in place; the event at its end. NcclError when the group was closed."""
         comm = self.comm
         if comm is None:
             raise NcclError("the group was closed")
@@ -104,17 +104,25 @@ class NcclGroup:
             stream = ctypes.c_void_p(self.stream.cuda_stream)
             count = ctypes.c_size_t(tensor.numel())
             check(getattr(library(), name)(address, address, count, *how, comm, stream), comm)
-            self.stream.synchronize()
-            if self.comm is None:
-                raise NcclError("the group was closed")
-            state = ctypes.c_int()
-            check(library().ncclCommGetAsyncError(comm, ctypes.byref(state)))
-            check(state.value, comm)
+            return self.stream.record_event()
 
-    def broadcast(self, chunk: torch.Tensor) -> None:
-        """Rank 0's uint8 bytes into everyone's tensor, in place. They must be complete: no stream is waited
-        for."""
-        self.run("ncclBroadcast", chunk, UINT8, 0)
+    def broadcast(self, chunk: torch.Tensor, complete: torch.cuda.Event | None = None):
+        """Queue a broadcast of rank 0's uint8 bytes into everyone's tensor, in place, after the event
+        `complete`. `wait` takes what this returns; the tensor must live until then.
+        """
+        if complete is not None:
+            self.stream.wait_event(complete)
+        return self.run("ncclBroadcast", chunk, UINT8, 0)
+
+    def wait(self, left: torch.cuda.Event) -> None:
+        """Until a broadcast is over. NcclError when it has failed or the group was closed meanwhile."""
+        left.synchronize()
+        comm = self.comm
+        if comm is None:
+            raise NcclError("the group was closed")
+        state = ctypes.c_int()
+        check(library().ncclCommGetAsyncError(comm, ctypes.byref(state)))
+        check(state.value, comm)
 
     def close(self) -> None:
         comm, self.comm = self.comm, None

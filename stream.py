@@ -89,11 +89,18 @@ class GlooGroup:
         self.group = dist.ProcessGroupGloo(store, rank, world_size, options)
         self.group.allreduce([torch.zeros(1)]).wait()
 
-    def broadcast(self, chunk: torch.Tensor) -> None:
-        """Rank 0's uint8 bytes into everyone's tensor, in place; a sender's may lie on a GPU."""
+    def broadcast(self, chunk: torch.Tensor, complete=None) -> None:
+        """Rank 0's uint8 bytes into everyone's tensor, in place; a sender's may lie on a GPU, and are there
+        once the event `complete` has come.
+        """
+        if complete is not None:
+            complete.synchronize()
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self.group.broadcast([chunk.cpu()], options).wait()
+
+    def wait(self, _) -> None:
+        """Nothing: a broadcast is over when it returns."""
 
     def close(self) -> None:
         """Leave. A broadcast that is stuck holds the group until its timeout; nobody waits for that."""

@@ -32,6 +32,8 @@ one of the senders wait for each other; send a part of the parameters that a ser
 
 from __future__ import annotations
 
+import itertools
+import math
 import queue
 import threading
 import time
@@ -39,12 +41,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import stream
 from link import Link, SyncError, alive, explain, failure
 from lora import adapted_layers, is_adapter, merging
 from stream import TensorSpec, packed_chunks, renaming
 
+ALIVE = 2  # chunks that exist at a time
+TOGETHER_BYTES = 32 << 20  # tensors up to this size are copied into a chunk by one kernel
 RETRY_S = 2.0  # seconds between two looks at a server that was lost
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what wrappers insert into names
 
@@ -81,10 +86,16 @@ def block(name: str) -> str:
     return name.rsplit(".", 2)[0]
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a parameter, sharded or not. Sharded ones are gathered: every rank has to call this."""
+def full_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The whole of a parameter, sharded or not. Sharded ones are gathered, in `dtype`: every rank has to call
+    this.
+    """
     tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.device_mesh.size() == 1:
+        return tensor.to_local()
+    return tensor.to(dtype or tensor.dtype).full_tensor()
 
 
 RUN_AGAIN = "start this run again (every weight goes out before the first prompt, then it is resumed)"
@@ -214,9 +225,9 @@ class WeightSync(Fleet):
         chunks = packed_chunks(names, [self.dtype_name] * len(names), shapes, stream.BUFFER_BYTES)
         dtype = getattr(torch, self.dtype_name)
         merged = merging(model)
-        self.gathered = (full_tensor(merged(p).detach().to(dtype)) for _, p in parameters)
+        self.gathered = (full_tensor(merged(p), dtype) for _, p in parameters)
         self.update = names, shapes, chunks
-        self.packed = [self.pack(chunk) for chunk in chunks[:2]]
+        self.packed = [self.pack(chunk) for chunk in chunks[:ALIVE]]
 
     def join(self, link: Link) -> None:
         link.init()
@@ -236,19 +247,23 @@ class WeightSync(Fleet):
 
         With them comes what tells that they are complete: an event of the GPU, None on the CPU.
         """
-        data, start = None, 0
+        sizes = [math.prod(spec.shape) for spec in chunk]
+        data, parts, tensors, held = None, (), [], 0
         for spec, tensor in zip(chunk, self.gathered):  # noqa: B905 - the generator goes on in the next chunk
-            if data is None and self.links:
-                data = torch.empty(sum(s.nbytes for s in chunk), dtype=torch.uint8, device=tensor.device)
-            if self.links:
-                part = data[start : start + spec.nbytes]
-                part.view(spec.dtype).view(spec.shape).copy_(tensor)
-                start += spec.nbytes
-        complete = None
-        if data is not None and data.is_cuda:
-            complete = torch.cuda.Event()
-            complete.record()
-        return data, complete
+            if not self.links:
+                continue
+            if data is None:
+                data = torch.empty(sum(sizes), dtype=spec.dtype, device=tensor.device)
+                parts = iter(data.split(sizes))
+            tensors.append(tensor.reshape(-1))
+            held += spec.nbytes
+            if held > TOGETHER_BYTES or spec is chunk[-1]:  # many small ones are copied by one kernel
+                torch._foreach_copy_(list(itertools.islice(parts, len(tensors))), tensors)
+                tensors, held = [], 0
+        if data is None:
+            return None, None
+        complete = torch.cuda.current_stream().record_event() if data.is_cuda else None
+        return data.view(torch.uint8), complete
 
     def pause(self) -> None:
         """Stop generation in place: requests in flight stay open and are read again under the new weights."""
@@ -265,8 +280,8 @@ class WeightSync(Fleet):
         for number, chunk in enumerate(chunks):
             if not self.packed:
                 for link in self.in_use():
-                    if link.sent < number - 1:
-                        self.attempt("the update", link, lambda link: link.until_sent(number - 1))  # noqa: B023
+                    if link.sent <= number - ALIVE:
+                        self.attempt("the update", link, lambda link: link.until_sent(number - ALIVE + 1))  # noqa: B023
                 self.packed.append(self.pack(chunk))
             item = self.packed.pop(0)
             for link in self.in_use():

@@ -1,11 +1,12 @@
 """What sending the weights costs, without any server: python bench/sync.py [--shape 0.6b] [--json FILE]
 
-1. `pack`: every weight cast from float32 to bf16 and copied into chunks of 256 MiB, nothing is sent.
-2. A WeightSync, as the trainer runs it, into a passive receiver: a process that takes the stream into one
-   buffer and loads nothing. Beside it a plain broadcast of the same bytes in chunks that lie ready.
+    pack    every weight cast from float32 to bf16 and copied into chunks; nothing is sent
+    update  a WeightSync, as the trainer runs it, into a passive receiver: a process that takes the stream
+            into one buffer and loads nothing; `send` is the part of it that a server is paused for
+    plain   one broadcast of as many bytes that lie ready
 
-Over gloo always (loopback; from a GPU through host memory), over NCCL from GPU 0 to GPU 1 where there is one.
-Shapes: tiny (this project's), 0.6b and 8b (Qwen3's; 8b has 33 GB of float32 weights). Medians.
+Over NCCL from GPU 0 to GPU 1 where there is one, over gloo otherwise (loopback; from a GPU through host
+memory). Shapes: tiny (this project's), 0.6b and 8b (Qwen3's; 8b has 33 GB of float32 weights). Medians.
 """
 
 import argparse
@@ -23,7 +24,7 @@ sys.path = [str(Path(__file__).resolve().parents[1]), *sys.path[1:]]  # this scr
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config  # noqa: E402
 
 import nccl  # noqa: E402
-from stream import BUFFER_BYTES, GlooGroup, packed_chunks  # noqa: E402
+from stream import GlooGroup  # noqa: E402
 from sync import WeightSync  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,7 +65,8 @@ def receive(pipe, device: str) -> None:
         else:
             buffer = torch.empty(max(told), dtype=torch.uint8, device=device)
             for nbytes in told:
-                group.broadcast(buffer[:nbytes])
+                end = group.broadcast(buffer[:nbytes])
+            group.wait(end)
         pipe.send("done")
 
 
@@ -94,8 +96,7 @@ class Passive:
         self.tell(info)
 
     def update_weights(self, info):
-        chunks = packed_chunks(info["names"], info["dtype_names"], info["shapes"], BUFFER_BYTES)
-        self.tell([sum(spec.nbytes for spec in chunk) for chunk in chunks])
+        self.tell(self.sizes)
 
     version = lambda self: "0.33.0"  # noqa: E731
     weight_version = lambda self: "default"  # noqa: E731
@@ -134,28 +135,28 @@ def pack_alone(model, repeats: int, device) -> tuple[float, list[int]]:
 
 
 def over(backend: str, model, sizes: list[int], repeats: int, device, receiver: str) -> dict:
-    """Seconds of WeightSync.send and of a plain broadcast of the same bytes."""
+    """Seconds of an update, of the sending in it, and of a plain broadcast of the same bytes."""
     server = Passive(backend, receiver)
+    server.sizes = sizes
     sync = WeightSync([server], 300, device)
     sync.init()
-    group = sync.links[0].group
+    group, sending = sync.links[0].group, []
 
     def update():
         sync.prepare(model)
+        started = time.perf_counter()
         sync.send(model, 1)
+        sending.append(time.perf_counter() - started)
         sync.version = None  # the stand-in labels nothing
 
     def plain():
-        for nbytes in sizes:
-            group.broadcast(ready[:nbytes])
-
-    def told_plain():
-        server.pipe.send(sizes)
-        plain()
+        server.pipe.send([len(ready)])
+        group.wait(group.broadcast(ready))
         server.pipe.recv()
 
-    ready = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-    found = {"send_s": median_s(update, repeats), "plain_s": median_s(told_plain, repeats)}
+    found = {"update_s": median_s(update, repeats), "send_s": statistics.median(sending[1:])}
+    ready = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+    found["plain_s"] = median_s(plain, repeats)
     sync.close()
     server.pipe.send(None)
     return found
@@ -176,17 +177,14 @@ def main() -> None:
     total = sum(sizes)
     result = {"shape": options.shape, "device": str(device), "bytes": total, "chunks": len(sizes)}
     result["pack_s"] = seconds
-    result["gloo"] = over("gloo", model, sizes, options.repeats, device, "cpu")
-    if gpus >= 2:
-        result["nccl"] = over("nccl", model, sizes, options.repeats, device, "cuda:1")
-    print(f"{options.shape}: {total / 1e9:.3f} GB in {len(sizes)} chunks, from {device}")
-    print(f"  pack alone          {seconds * 1e3:9.1f} ms  {total / seconds / 1e9:7.1f} GB/s")
-    for way in ("gloo", "nccl"):
-        for name, value in result.get(way, {}).items():
-            rate = f"{value * 1e3:9.1f} ms  {total / value / 1e9:7.1f} GB/s"
-            print(f"  {way} {name.removesuffix('_s'):14} {rate}")
-    if gpus < 2:
-        print(f"  nccl: not run, it needs two GPUs and there are {gpus}: NCCL takes one rank per GPU")
+    way, receiver = ("nccl", "cuda:1") if gpus >= 2 else ("gloo", "cpu")
+    result |= over(way, model, sizes, options.repeats, device, receiver)
+    print(f"{options.shape}: {total / 1e9:.3f} GB in {len(sizes)} chunks from {device}, over {way}")
+    for name, value in result.items():
+        if name.endswith("_s"):
+            share = f"{100 * result['plain_s'] / value:6.0f} % of the plain broadcast"
+            rate = f"{value * 1e3:9.2f} ms  {total / value / 1e9:7.1f} GB/s"
+            print(f"  {name.removesuffix('_s'):7} {rate}  {share}")
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=1))
 

@@ -111,7 +111,7 @@ def test_the_servers_words_are_preferred_to_those_of_a_broken_stream(monkeypatch
         raise ServerError("EngineCore encountered an issue", 500)
 
     server.update_weights = break_off
-    link.links[0].group.broadcast = lambda chunk: (_ for _ in ()).throw(
+    link.links[0].group.broadcast = lambda *_: (_ for _ in ()).throw(
         RuntimeError("connection closed by peer")
     )
     with pytest.raises(SyncError, match="EngineCore"):

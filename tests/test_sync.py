@@ -104,7 +104,7 @@ def test_two_chunks_are_packed_before_the_pause_and_each_later_one_while_another
     link.pack = lambda chunk, pack=link.pack: happened.append("pack") or pack(chunk)
     server.pause = lambda: happened.append("pause")
     group = link.links[0].group
-    group.broadcast = lambda chunk, send=group.broadcast: (send(chunk), happened.append("sent"))
+    group.broadcast = lambda *chunk, send=group.broadcast: (send(*chunk), happened.append("sent"))
     update(link, toy())
     assert happened[:3] == ["pack", "pack", "pause"] and happened.count("sent") == 4
     for number in (

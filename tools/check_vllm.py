@@ -16,10 +16,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from statistics import median
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from client import Server  # noqa: E402
@@ -47,12 +49,18 @@ def add_noise(model, scale: float) -> None:
 
 
 @torch.no_grad()
-def difference(model, prompt: list[int], answer) -> torch.Tensor:
-    """|server's - trainer's| log-probability of each sampled token [L]."""
-    ids = torch.tensor([prompt + answer.token_ids.tolist()], device=model.device)  # [1, P + L]
-    logits = model(ids).logits[0, len(prompt) - 1 : -1].float()  # [L, V]
-    ours = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
-    return (ours.cpu() - torch.from_numpy(answer.logp)).abs()
+def differences(model, asked) -> list[torch.Tensor]:
+    """|server's - trainer's| log-probability of each sampled token [L], of every (prompt, answer)."""
+    rows = [torch.tensor([*prompt, *answer.token_ids.tolist()]) for prompt, answer in asked]
+    ids = pad_sequence(rows, batch_first=True).to(model.device)  # [B, P + L], padded where nothing looks
+    logits = model(ids, logits_to_keep=ids.shape[1] - PROMPT + 1).logits  # from the last of the prompt on
+    found = []
+    for row, (_, answer) in enumerate(asked):
+        length = len(answer.token_ids)
+        ours = logits[row, :length].float().log_softmax(-1)  # [L, V]
+        ours = ours.gather(-1, ids[row, PROMPT : PROMPT + length, None])[:, 0]
+        found.append((ours.cpu() - torch.from_numpy(answer.logp)).abs())
+    return found
 
 
 class Requests:
@@ -120,7 +128,7 @@ def main() -> None:
 
     def compare(salt: str) -> dict[str, float]:
         found = Requests(server, vocabulary, options.tokens, salt, 1000).answers()
-        apart = torch.cat([difference(model, *pair) for pair in found])
+        apart = torch.cat(differences(model, found))
         return {"max": round(float(apart.max()), 6), "mean": round(float(apart.mean()), 6)}
 
     add_noise(model, options.noise)
@@ -136,12 +144,12 @@ def main() -> None:
         time.sleep(options.lead)
         seconds = one_update(sync, model, version)
         flying = flying.answers()
-        new = [difference(model, *pair) for pair in flying]
+        new = differences(model, flying)
         line = {"seconds": seconds, "after": compare(str(version))}
         if version > 1:  # before that the server's weights are its own
             keep = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             model.load_state_dict(old)
-            changes = [change_over(difference(model, *p), n) for p, n in zip(flying, new, strict=True)]
+            changes = [change_over(*pair) for pair in zip(differences(model, flying), new, strict=True)]
             model.load_state_dict(keep)
             over = sum(0 < at < len(n) for (_, at), n in zip(changes, new, strict=True))
             line |= {"in_flight": round(max(worst for worst, _ in changes), 6), "over_the_update": over}
@@ -151,6 +159,8 @@ def main() -> None:
             print(version, line, flush=True)
     sync.close()
     worst = max(max(u["after"]["max"], u.get("in_flight", 0.0)) for u in result["updates"])
+    spent = [list(u["seconds"].values()) for u in result["updates"]]  # prepare, pause, send, resume
+    result["median_s"] = {"all": median(map(sum, spent)), "paused": median(sum(s[1:]) for s in spent)}
     result |= {"worst": worst, "requests_lost": 0}
     print(json.dumps(result) if options.json else {k: v for k, v in result.items() if k != "updates"})
     sys.exit(worst > options.limit)
