@@ -12,13 +12,17 @@ Never: let a run begin on log-probabilities of another distribution than the one
 from __future__ import annotations
 
 import functools
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from client import COMPLETIONS, TOKENS, Completion, Server, ServerError
 from options import OptionError, Options
 
+SHAPE = ("model_type", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers")
+SHAPE += ("num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "tie_word_embeddings")
 TIMED_REQUESTS, TIMED_TOKENS = 32, 32  # of the comparison of two endpoints
 
 
@@ -54,12 +58,32 @@ def check_server(server: Server, options: Options, vocabulary: int | None) -> No
         print(f"note: {server.url} serves {served.get('root')}, trained is {options.model}", flush=True)
     facts = facts_of(server, options)
     facts.max_model_len = facts.max_model_len or served.get("max_model_len")
-    if problems := misfits(facts, options):
+    problems = misfits(facts, options)
+    if vocabulary is not None:
+        problems += other_shape(served.get("root") or "", options)
+    if problems:
         raise OptionError("\n".join(f"{server.url} {problem}" for problem in problems))
     for note in remarks(facts, options):
         print(f"note: {server.url} {note}", flush=True)
     if vocabulary is not None and not is_paused(server):  # a paused one would keep the question
         check_vocabulary(server, vocabulary)
+
+
+def other_shape(root: str, options: Options) -> list[str]:
+    """What keeps the trained weights out of the served model, where this machine can read about both."""
+    try:
+        served, ours = (json.loads(Path(p, "config.json").read_text()) for p in (root, options.model))
+    except OSError:
+        return []  # then the first update tells
+    served, ours = (
+        served.get("text_config", served),
+        ours.get("text_config", ours) | options.model_init_kwargs,
+    )
+    names = [name for name in SHAPE if name in served and name in ours and served[name] != ours[name]]
+    if not names:
+        return []
+    told = ", ".join(f"{name} {served[name]} (trained: {ours[name]})" for name in names)
+    return [f"serves a model with {told}: start it with {options.model}, or with a model of its shape"]
 
 
 def facts_of(server: Server, options: Options) -> Facts:

@@ -160,6 +160,8 @@ class Fleet:
         link.close()
         link.lost = True
         text = f"weights to {link.server.url}: {step} failed: {explain(error)}"
+        if self.version is None and step == "the update":
+            text += " (does it serve the architecture that is trained?)"
         if self.version is None or not self.in_use() or (not link.labels and alive(link.server)):
             raise SyncError(f"{text}. {ADVICE[step]}") from error
         print(f"{text}; the run goes on without it, and takes it back once it answers", flush=True)

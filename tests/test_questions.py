@@ -148,6 +148,20 @@ def test_paused_server_is_not_asked_to_sample():
         assert not fake.requests
 
 
+def test_a_server_of_another_shape_is_refused_before_anything_is_sent(tmp_path):
+    for name, size in (("served", 64), ("trained", 96)):
+        (tmp_path / name).mkdir()
+        config = {"model_type": "qwen3", "hidden_size": size, "num_hidden_layers": 2}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    with FakeServer() as fake:
+        fake.vocabulary = VOCABULARY
+        served = {"id": "m", "root": str(tmp_path / "served"), "max_model_len": 99}
+        fake.replies["/v1/models"] = (200, {"data": [served]})
+        with pytest.raises(OptionError, match=r"hidden_size 64 \(trained: 96\): start it with .*trained"):
+            check_server(vllm(fake), options_of(model=str(tmp_path / "trained")), VOCABULARY)
+        check_server(vllm(fake), options_of(model=served["root"]), VOCABULARY)
+
+
 # ---- the endpoint
 
 
