@@ -233,7 +233,9 @@ def nccl_differences(system: dict) -> list[str]:
         lines.append(
             f"it has NCCL {theirs}, this trainer {ours[0]}.{ours[1]}: they may not understand each other"
         )
-    variables = dict(re.findall(r"^(NCCL_\w+)=(.*)$", system.get("env_vars") or "", re.MULTILINE))
+    if not system.get("env_vars"):
+        return lines
+    variables = dict(re.findall(r"^(NCCL_\w+)=(.*)$", system["env_vars"], re.MULTILINE))
     own = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     for name in sorted(variables.keys() | own.keys()):
         if not name.startswith(OF_ONE_END) and variables.get(name) != own.get(name):

@@ -49,7 +49,7 @@ from lora import adapted_layers, is_adapter, merging
 from stream import TensorSpec, packed_chunks, renaming
 
 ALIVE = 2  # chunks that exist at a time
-TOGETHER_BYTES = 32 << 20  # tensors up to this size are copied into a chunk by one kernel
+TOGETHER_BYTES = 32 << 20  # one kernel copies about so much into a chunk
 RETRY_S = 2.0  # seconds between two looks at a server that was lost
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what wrappers insert into names
 
