@@ -20,6 +20,8 @@ from head import CHUNK_BYTES, Head, fused_head, head_of, logit_gradient, row_sta
 from loss import Objective, row_loss
 from metrics import Window, term_metrics
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 spec = importlib.util.spec_from_file_location("bench", Path(__file__).parents[1] / "bench/loss.py")
 bench = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(bench)
@@ -134,6 +136,24 @@ def test_the_products_are_of_the_positions_that_carry_a_term_once_each(monkeypat
     row_loss(hidden, model, row, Objective(), 1.0)
     scored = len(row.position.unique())
     assert scored < min(len(hidden), len(row.position)) and work == [scored * 23 * 6] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("objective", [GRPO, Objective()])
+@pytest.mark.parametrize("extras", [False, True])
+def test_a_row_without_terms_gives_zero_with_zero_gradients(extras, objective, dtype):
+    hidden, model, _ = random_problem(6, dtype)
+    inputs = [x.detach().to(DEVICE).requires_grad_() for x in (hidden, model.weight, model.bias)]
+    nothing = torch.zeros(0, dtype=torch.long)
+    topk = (torch.zeros(0, 4), torch.zeros(0, 4))
+    row = make_row(nothing, nothing, [], [], *((topk, []) if extras else ())).host.to(DEVICE)
+    values = inputs[1].detach()
+    for whole in (Head(*inputs[1:]), Head(values.float().requires_grad_(), inputs[2], values=values)):
+        total, stats = row_loss(inputs[0], whole, row, objective, 1.0)
+        total.backward()
+        assert total.item() == 0 and all(len(value) == 0 for value in stats.values())
+        for parameter in (*inputs, whole.weight):
+            assert parameter.grad is not None and (parameter.grad == 0).all()
 
 
 class LargestTensor(TorchDispatchMode):
@@ -267,7 +287,7 @@ def test_extreme_logits_give_exact_probabilities_and_finite_gradients(dtype, kin
 
 def test_bfloat16_errors_are_far_below_those_of_full_logits():
     """Against float64; full logits in bfloat16 and autograd is what a model's own forward comes to."""
-    inputs = bench.problem(300, 3000, 64, "cuda" if torch.cuda.is_available() else "cpu")
+    inputs = bench.problem(300, 3000, 64, DEVICE)
     truth = bench.exact(*inputs)
     errors = {}
     for method in (bench.fused, bench.full_logits):
@@ -300,7 +320,7 @@ def test_no_device_is_waited_for():
     )
     ids, logp = row.host.topk_ids, row.host.topk_logp
     changed = {"sample": row.host.position // 4, "sample_count": 4, "teacher_ids": ids, "teacher_logp": logp}
-    row = dataclasses.replace(row.host, **changed).to(device)
+    row = dataclasses.replace(row.host, **changed).to(DEVICE)
     settings = Objective(distill_coef=0.5, teacher_temperature=0.8)
 
     def scored():
@@ -310,7 +330,7 @@ def test_no_device_is_waited_for():
 
     with NeverWaits():
         scored()
-        if device == "cuda":  # what has been compiled by now
+        if DEVICE == "cuda":  # what has been compiled by now
             torch.cuda.set_sync_debug_mode("error")
             scored()
             torch.cuda.set_sync_debug_mode("default")
@@ -318,8 +338,6 @@ def test_no_device_is_waited_for():
 
 # The kernels: on the GPU where there is one, else under the interpreter, in a process of its own ------------
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 kernels = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="see the test of the interpreter")
 
 

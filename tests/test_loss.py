@@ -775,20 +775,6 @@ def test_a_masked_term_has_no_gradient_at_all():
         assert total == 0 and (grad == 0).all() and not stats["kept"].any() and len(stats["kept"]) == 1
 
 
-@pytest.mark.parametrize("objective", [GRPO, Objective()])
-@pytest.mark.parametrize("extras", [False, True])
-def test_a_row_without_terms_gives_zero_with_zero_gradients(objective, extras):
-    hidden, head, _ = random_problem(6)
-    nothing = torch.zeros(0, dtype=torch.long)
-    topk = (torch.zeros(0, 4), torch.zeros(0, 4))
-    row = make_row(nothing, nothing, [], [], *((topk, []) if extras else ()))
-    total, stats = row_loss(hidden, head, row, objective, 1.0)
-    total.backward()
-    assert total.item() == 0 and all(len(value) == 0 for value in stats.values())
-    for parameter in (hidden, head.weight, head.bias):
-        assert parameter.grad is not None and (parameter.grad == 0).all()
-
-
 # Refusals ---------------------------------------------------------------------------------------------------
 
 
