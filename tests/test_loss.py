@@ -603,7 +603,7 @@ def test_an_unchanged_policy_has_the_plain_policy_gradient(k):
     logp = logits.log_softmax(-1)
     target, advantage = torch.tensor([0, 3, 6, 2, 2, 5]), torch.linspace(-1, 2, 6, dtype=torch.float64)
     mu = logp.gather(1, target[:, None])[:, 0]
-    row = make_row(range(6), target, mu, advantage, logp.topk(k, dim=1).indices.tolist() and _topk(logp, k))
+    row = make_row(range(6), target, mu, advantage, _topk(logp, k))
     plain = advantage[:, None] * (logp.exp() - torch.nn.functional.one_hot(target, 7))
     for objective in (Objective(), GRPO):
         _, stats, grad = logit_gradient(logits, row, objective)
