@@ -12,6 +12,9 @@ the last step. Neither side may wait for the other: when the queue is empty whil
 generation back, the allowance grows until a step closes
 (tests/test_feed.py::test_allowance_grows_while_both_sides_wait).
 
+With --overlap false it stands still while a step is trained, and no step begins before generation has come to
+rest at it (tests/test_feed.py::test_without_overlap_one_side_works_at_a_time).
+
 Never: take "empty" for "finished". The stream has ended when every prompt is settled or held by the planner.
 """
 
@@ -61,6 +64,7 @@ class Feed:
             progress.position, progress.beyond
         )  # trained or dropped, the open step included
         self.max_staleness = options.max_staleness
+        self.overlap = options.overlap
         self.max_steps = options.max_steps
         self.epochs = options.num_train_epochs if options.max_steps < 0 else math.inf
         self.teachers = options.teacher_server_urls or {}
@@ -95,6 +99,8 @@ class Feed:
 
     def publish(self, again=(), servers=None) -> None:
         limit = max(self.max_staleness, 1) * self.step_tokens
+        if not self.overlap:  # one step, counted from where the open one began
+            limit = self.step_tokens - self.open_tokens
         self.again += again
         ready = self.again if self.served == self.version else []
         self.again = [] if ready else self.again
@@ -110,7 +116,9 @@ class Feed:
         while True:
             if word := self.leaving():
                 return word
-            if (batch := self.planner.pop()) is not None:
+            at_rest = self.rollouts.held and self.rollouts.queue.empty()
+            ready = self.overlap or self.open_tokens or at_rest
+            if ready and (batch := self.planner.pop()) is not None:
                 return batch
             if self.ended():
                 return self.planner.flush()
@@ -357,6 +365,8 @@ class Feed:
         self.forwarded_tokens += self.open_forwarded
         self.step_tokens = max(self.step_tokens, self.open_tokens) if self.flushed else self.open_tokens
         self.open()
+        if not self.overlap:
+            self.publish()
 
     def open(self) -> None:
         """Start counting a step."""

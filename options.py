@@ -71,6 +71,7 @@ class Options:
     rollout_worker_timeout: float = option(300.0, "seconds of silence of the rollout process that end a run")
     on_reward_error: str = choice("stop", ["stop", "skip"], "what a reward that fails does to the run")
     max_staleness: int = option(4, "weight updates generation may run ahead of training")
+    overlap: bool = option(True, "false: generate a step, train it, update the servers, in turn (a baseline)")
     eval_dataset: str | None = option(None, "held-out prompts: path.py:function, or .jsonl or .parquet file")
     eval_steps: int | None = option(None, "optimizer steps between evaluations; the first is at the start")
     record: str | None = option(None, "write every group that is generated to this file")

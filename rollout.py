@@ -399,19 +399,22 @@ class RolloutLoop:
         await self._until(self._lengths_known, "the first group, which tells how long rollouts are")
         await self._until(lambda: not self._blocked, "the scoring queue, which is full")
         started = time.monotonic()
-        self.link.held.value = not self._fresh()
-        if self.link.held.value:
+        if not self._fresh():
             await self._until(self._fresh, "training, at the staleness limit")
             self.metrics.record("rollout/backpressure_s", [time.monotonic() - started])
-        self.link.held.value = False
 
     def _lengths_known(self) -> bool:
         return self._finished_groups > 0 or self._unfinished == 0
 
     def _fresh(self) -> bool:
-        """Are the raw tokens sent and in flight below the allowance? One in flight counts as the mean."""
+        """Are the raw tokens sent and in flight below the allowance? One in flight counts as the mean.
+
+        The trainer is told when they are not, with --overlap false only once nothing is on its way to it.
+        """
         in_flight = self._held_tokens + self._unfinished * self._mean_tokens
-        return self._sent_tokens + in_flight < self.link.allowance.value
+        fresh = self._sent_tokens + in_flight < self.link.allowance.value
+        self.link.held.value = not fresh and (self.options.overlap or in_flight == 0)
+        return fresh
 
     async def _start_group(self, prompt: Prompt) -> None:
         """Start all rollouts of a prompt, as the servers' and the resource limit allow."""

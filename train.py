@@ -415,7 +415,7 @@ def begin(options: Options, rollouts, sync, ends: ExitStack) -> Run:
     check(options)
     if options.replay:
         rollouts, sync = option_of("replay", Replay, options.replay), NoServers()
-        options = replace(options, num_train_epochs=1.0)
+        options = replace(options, num_train_epochs=1.0, overlap=True)
     if rollouts is not None and options.lora_sync == "auto":  # its requests may name no adapter
         options = replace(options, lora_sync="merged")
     start = check_inputs(options, rollouts)

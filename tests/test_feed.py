@@ -51,9 +51,12 @@ def group(number, count=2, size=100, dropped=None, **kwargs):
     return GroupMessage(number, samples, dropped, size, {"samples": count, "tokens": 5 * count})
 
 
-def feed_of(producer, ranks=1, budget=20, max_staleness=4, epochs=1.0, progress=None, accumulation=1):
+def feed_of(
+    producer, ranks=1, budget=20, max_staleness=4, epochs=1.0, progress=None, accumulation=1, overlap=True
+):
     options = SimpleNamespace(
         max_staleness=max_staleness,
+        overlap=overlap,
         num_train_epochs=epochs,
         max_steps=-1,
         gradient_accumulation_steps=accumulation,
@@ -258,6 +261,23 @@ def test_neither_side_waits_for_the_other_with_rows_that_share(max_staleness, ra
         feed.start_version(feed.version + 1)
     assert steps > 3 and feed.progress.count == 60
     assert time.monotonic() - start < 15
+
+
+def test_without_overlap_one_side_works_at_a_time():
+    producer = Paced(60)
+    feed = feed_of(producer, budget=200, overlap=False)
+    feed.publish()
+    producer.held = False  # the last group is on its way
+    assert take(feed, 0.3) == WAITING and feed.planner.held_tokens > 200
+    producer.held = True
+    sent = []
+    while (plan := take(feed, 20.0)) is not None:
+        assert plan != WAITING
+        sent.append(producer.sent)
+        feed.start_version(feed.version + 1)
+        assert producer.sent == sent[-1] or not producer.todo, "generated while a step was trained"
+        close(feed)
+    assert feed.progress.count == 60 and len(set(sent)) > 3
 
 
 def test_a_starved_planner_is_flushed_and_does_not_shrink_the_allowance(monkeypatch):

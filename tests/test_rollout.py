@@ -305,6 +305,20 @@ def test_generation_stops_at_the_allowance_and_goes_on_with_it(model):
             assert reduced(run.metrics()["rollout/backpressure_s"]) > 0
 
 
+def test_without_overlap_generation_is_at_rest_once_nothing_is_in_flight(model):
+    with FakeServer() as fake:
+        fake.answer = lambda body: ([9] * 9 + [EOS], [{9: -1.0}] * 9 + [{EOS: -1.0}], "stop")
+        options = options_for(model, fake, task_kwargs={"size": 20}, score_centering=False, overlap=False)
+        with Run(options, allowance=100) as run:
+            run.until(lambda: len(run.groups()) == 2 and run.link.held.value)
+            fake.gate = threading.Event()
+            run.link.allowance.value = 200
+            run.until(lambda: len(fake.requests) == 16 and "staleness limit" in run.link.said())
+            assert not run.link.held.value
+            fake.gate.set()
+            run.until(lambda: len(run.groups()) == 4 and run.link.held.value)
+
+
 def test_one_group_at_a_time_until_lengths_are_known(model):
     with FakeServer() as fake:
         fake.gate = threading.Event()
