@@ -5,7 +5,7 @@
 Trains sums (tasks/sums.py) in several runs at once: their trainers share GPU 0, each has a vLLM server on
 GPU 1, so their speeds compare with one another and with nothing else. A line is printed per run and 20
 steps, as they come; after --seconds everything is ended. Other options are handed to train.py.
-`python tools/smollm2.py` makes a small MODEL.
+`python tools/smollm2.py` makes a small MODEL. The GPUs are the first two of CUDA_VISIBLE_DEVICES.
 """
 
 import argparse
@@ -26,12 +26,13 @@ RUNS = {
     "in turn": ["--overlap", "false"],
     "side by side": ["--share_prefixes", "false"],
 }
-COMMON = """--task tasks/sums.py --eval_dataset tasks/sums.py:held_out --eval_steps 20 --num_generations 8
+COMMON = """--task tasks/sums.py --eval_dataset tasks/sums.py:held_out --eval_steps 50 --num_generations 8
     --max_completion_length 48 --token_budget 0 --per_device_train_batch_size 128 --max_staleness 4
     --learning_rate 1e-5 --seed 1 --compile false --save_steps 0"""
 SERVER = """--host 127.0.0.1 --weight-transfer-config {"backend":"nccl"} --logprobs-mode processed_logprobs
-    --max-logprobs 64 --generation-config vllm --max-model-len 512 --max-num-seqs 256
-    --gpu-memory-utilization 0.05 --kv-cache-memory-bytes 3000000000"""
+    --max-logprobs 64 --generation-config vllm --max-model-len 512 --max-num-seqs 128
+    --max-num-batched-tokens 2048 --gpu-memory-utilization 0.05 --kv-cache-memory-bytes 2000000000
+    --enforce-eager"""
 WINDOW = 20
 SHOWN = {  # of a window of steps, means
     "reward": "reward",
@@ -60,17 +61,20 @@ class Trial:
         self.name, self.shown = name, 0
         self.folder = arguments.out / name.replace(" ", "-")
         self.folder.mkdir(parents=True)
-        port = 8100 + number
-        server = ["vllm", "serve", str(arguments.model), "--port", str(port), *SERVER.split()]
-        common = [*COMMON.split(), "--max_steps", str(arguments.steps), *arguments.others]
-        train = [sys.executable, "train.py", "--model", str(arguments.model), *common, *RUNS[name]]
-        train += ["--vllm_server_base_url", f"http://127.0.0.1:{port}", "--output_dir", str(self.folder)]
-        self.server = self.start("server", server, "1", {"VLLM_SERVER_DEV_MODE": "1"})
-        self.trainer = self.start("trainer", train, "0", {"OMP_NUM_THREADS": "1"})
+        self.port = 8100 + number
+        server = ["vllm", "serve", str(arguments.model), "--port", str(self.port), *SERVER.split()]
+        self.server = self.start("server", server, 1, {"VLLM_SERVER_DEV_MODE": "1"})
 
-    def start(self, what: str, words: list[str], gpu: str, settings: dict) -> subprocess.Popen:
+    def train(self, arguments) -> None:
+        common = [*COMMON.split(), "--max_steps", str(arguments.steps), *arguments.others]
+        words = [sys.executable, "train.py", "--model", str(arguments.model), *common, *RUNS[self.name]]
+        words += ["--vllm_server_base_url", f"http://127.0.0.1:{self.port}", "--output_dir", str(self.folder)]
+        self.trainer = self.start("trainer", words, 0, {"OMP_NUM_THREADS": "1"})
+
+    def start(self, what: str, words: list[str], gpu: int, settings: dict) -> subprocess.Popen:
         log = (self.folder / f"{what}.log").open("w")
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, **settings}
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[gpu], **settings}
         return subprocess.Popen(
             words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -126,6 +130,8 @@ def main() -> None:
     arguments.others = others
     began = time.monotonic()
     trials = [Trial(name, number, arguments) for number, name in enumerate(arguments.runs)]
+    for trial in trials:
+        trial.train(arguments)
     spoke = began
     try:
         while any(t.trainer.poll() is None for t in trials) and time.monotonic() - began < arguments.seconds:

@@ -44,4 +44,4 @@ python tools/check_vllm.py "http://127.0.0.1:$port" "$model" --syncs 2 --tokens 
 python train.py --model "$model" --task tasks/sums.py --vllm_server_base_url "http://127.0.0.1:$port" --bf16 false \
     --max_completion_length 24 --token_budget 0 --per_device_train_batch_size 32 --max_staleness 1 \
     --learning_rate 2e-5 --max_steps 10 --save_steps 0 --output_dir "$out/run" "$@"
-python tools/report.py "$out/run"
+python report.py "$out/run"

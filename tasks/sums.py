@@ -35,12 +35,12 @@ def rows(chosen: list[tuple[str, int]]) -> list[dict]:
 
 
 def dataset(size: int = 8192) -> list[dict]:
-    return rows(problems()[256 : 256 + size])
+    return rows(problems()[64 : 64 + size])
 
 
 def held_out() -> list[dict]:
     """For --eval_dataset tasks/sums.py:held_out."""
-    return rows(problems()[:128])
+    return rows(problems()[:64])
 
 
 def is_right(prompts, completions, completion_ids, answer, **columns) -> list[float]:
