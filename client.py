@@ -336,10 +336,16 @@ class Server:
     def knows(self, token: int) -> bool:
         """Whether the served model has this token id.
 
-        Asked as a logit bias of 0, never as a prompt: there vLLM lets the first id past the vocabulary through
-        (its tokenizer counts one more), and its engine dies of a failed assertion on the GPU.
+        Asked as a logit bias of 0, never as a prompt: there vLLM lets the first id past the vocabulary
+        through (its tokenizer counts one more), and its engine dies of a failed assertion on the GPU.
         """
-        body = {"prompt": [0], "max_tokens": 1, "temperature": 1.0, "top_k": 1, "logit_bias": {str(token): 0.0}}
+        body = {
+            "prompt": [0],
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "top_k": 1,
+            "logit_bias": {str(token): 0.0},
+        }
         try:
             self._call("POST", COMPLETIONS, body=body)
         except ServerError as error:
