@@ -298,10 +298,9 @@ class Server:
             body["cache_salt"] = cache_salt
         if model is not None:
             body["model"] = model
-        data = json.dumps(body)  # once: every attempt sends the same bytes
 
         def attempt(timeout: float) -> Completion:
-            choice = self._sample(data, prompt_ids, timeout, endpoint)
+            choice = self._sample(body, prompt_ids, timeout, endpoint)
             with self._reading():
                 return parse_choice(choice, min(logprobs or 0, listed or 0), restricted, listed is not None)
 
@@ -317,10 +316,9 @@ class Server:
         """
         sampling = {"max_tokens": 1, "temperature": temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
         fields = {"prompt_logprobs": count, "return_token_ids": True, "repetition_penalty": 1.0}
-        data = json.dumps({"prompt": ids, **sampling, **fields})
 
         def attempt(timeout: float) -> tuple[np.ndarray, np.ndarray]:
-            choice = self._sample(data, ids, timeout, COMPLETIONS)
+            choice = self._sample({"prompt": ids, **sampling, **fields}, ids, timeout, COMPLETIONS)
             with self._reading():
                 return parse_scores(choice, ids, count + 1)
 
@@ -354,8 +352,8 @@ class Server:
             return False
         return True
 
-    def _sample(self, data: str, prompt_ids: list[int], timeout: float, endpoint: str) -> dict:
-        response = self._call("POST", endpoint, data=data, timeout=timeout)
+    def _sample(self, body: dict, prompt_ids: list[int], timeout: float, endpoint: str) -> dict:
+        response = self._call("POST", endpoint, body=body, timeout=timeout)
         with self._reading(502):  # cut off, by a proxy or a dying server
             choice = json.loads(response.content)["choices"][0]
             reason, sent = choice["finish_reason"], choice.get("prompt_token_ids")
@@ -412,47 +410,29 @@ class Server:
         if tell:
             print(f"a request failed {number} times in {failing_s:.0f} s, trying on: {error}", flush=True)
         wait = min(self.backoff_s * 2 ** min(number - 1, 16), LONGEST_WAIT_S)
-        time.sleep(
-            wait * random.uniform(0.5, 1.0)
-        )  # apart, so that a server that comes back is not hit at once
+        time.sleep(wait * random.uniform(0.5, 1.0))  # apart: a server that comes back is not hit at once
 
-    def _call(
-        self, method: str, path: str, *, params=None, body=None, data=None, timeout=None
-    ) -> requests.Response:
+    def _call(self, method: str, path: str, *, params=None, body=None, timeout=None) -> requests.Response:
         """One attempt. ServerError for every answer but 2xx and for no answer at all."""
-        if body is not None:
-            data = json.dumps(body)
+        what, within = f"{method} {self.url}{path}", (CONNECT_S, timeout or self.timeout)
         try:
-            response = self._session.request(
-                method,
-                self.url + path,
-                params=params,
-                data=data,
-                headers={"Content-Type": "application/json"} if data is not None else None,
-                timeout=(CONNECT_S, timeout or self.timeout),
-            )
+            answer = self._session.request(method, self.url + path, params=params, json=body, timeout=within)
         except requests.RequestException as error:
-            raise ServerError(f"{method} {self.url}{path}: {error}") from None  # its text says it all
-        if not response.ok:
-            raise ServerError(
-                f"{method} {self.url}{path} answered {response.status_code}: {error_text(response, path)}",
-                response.status_code,
-            )
-        return response
+            raise ServerError(f"{what}: {error}") from None  # its text says it all
+        if not answer.ok:
+            status = answer.status_code
+            raise ServerError(f"{what} answered {status}: {error_text(answer, path)}", status)
+        return answer
 
 
 def error_text(response: requests.Response, path: str) -> str:
-    """What the server says went wrong: {"error": {"message": text}}, {"error": text}, {"detail": ...} or
-    text.
-    """
+    """What the server says: {"error": {"message": text}}, {"error": text}, {"detail": ...} or text."""
     try:
         content = response.json()
     except ValueError:
         return response.text.strip() or response.reason
     if content == {"detail": "Not Found"} and path not in ("/metrics", TOKENS):
-        return (
-            f"no such route; start the server with VLLM_SERVER_DEV_MODE=1 in its environment to have {path}"
-        )
+        return f"no such route; with VLLM_SERVER_DEV_MODE=1 in its environment a server has {path}"
     error = content.get("error", content.get("detail", content)) if isinstance(content, dict) else content
     if isinstance(error, dict) and "message" in error:
         error = error["message"]
@@ -489,9 +469,7 @@ def parse_choice(choice: dict, width: int, restricted: bool, scored: bool = True
             if len(mask) != length:
                 raise ServerError(f"the answer has {length} token ids but {len(mask)} sampling masks", 400)
             candidates = as_ids(list(itertools.chain.from_iterable(mask))), np.cumsum([0, *map(len, mask)])
-        elif (
-            restricted
-        ):  # a sampled token outside its own set makes the set unusable: empty = whole vocabulary
+        elif restricted:  # a sampled token outside its own set makes it unusable: empty = whole vocabulary
             candidates = ragged(ids, token, (logp > OUTSIDE) & (sampled_logp > OUTSIDE)[token], length)
     return Completion(
         token_ids=token_ids,

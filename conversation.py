@@ -30,12 +30,10 @@ class Turn:
     output_ids: list[int]
     output_logp: np.ndarray  # the sampler's, one per output token
     output_mask: list[int] | None = None  # 1 = trained, 0 = context only; None = all 1
-    candidate_ids: list[list[int]] | tuple | None = (
-        None  # per token, or (values, offsets); None = whole vocabulary
-    )
-    topk: list[dict] | tuple | None = (
-        None  # per token id -> logp, or (ids [n, K], logp [n, K]), most likely first
-    )
+    # what each token was drawn from, a list per token or (values, offsets); None = the whole vocabulary
+    candidate_ids: list[list[int]] | tuple | None = None
+    # the most likely tokens, {id: logp} per token or (ids [n, K], logp [n, K]) by falling probability
+    topk: list[dict] | tuple | None = None
     versions: np.ndarray | None = None  # version that made each token; None = the group's
 
 
@@ -97,21 +95,19 @@ def sample_of(run, rollout_id: int, group_id: int, row_index: int, version: int)
     trained = np.zeros(length, dtype=bool)
     logp = np.zeros(length, dtype=np.float32)
     versions = np.full(length, version, dtype=np.int32)
-    generated = []  # versions of generated tokens only
     pieces = []  # (slice of the output, turn)
-    start = 0
+    start, oldest = 0, np.iinfo(np.int32).max
     for context, turn in run:
-        out = slice(start + len(context), start + len(context) + len(turn.output_ids))
         made, scored = len(turn.output_ids), len(turn.output_logp)
         if made != scored:
             raise RolloutError(f"rollout {rollout_id}: {made} tokens but {scored} log-probabilities")
-        input_ids[start : out.start] = context
-        input_ids[out] = turn.output_ids
+        out = slice(start + len(context), start + len(context) + made)
+        input_ids[start : out.stop] = context + list(turn.output_ids)
         trained[out] = True if turn.output_mask is None else np.asarray(turn.output_mask, dtype=bool)
         logp[out] = turn.output_logp
         if turn.versions is not None:
             versions[out] = turn.versions
-        generated.append(versions[out])
+        oldest = versions[out].min(initial=oldest)
         pieces.append((out, turn))
         start = out.stop
     trained[:1] = False  # nothing predicts the first token
@@ -124,7 +120,7 @@ def sample_of(run, rollout_id: int, group_id: int, row_index: int, version: int)
         group_id=group_id,
         row_index=row_index,
         rollout_id=rollout_id,
-        version=int(np.concatenate(generated).min(initial=np.iinfo(np.int32).max)),
+        version=int(oldest),
         candidate_ids=candidate_lists(pieces, length),
         topk_ids=topk_ids,
         topk_logp=topk_logp,

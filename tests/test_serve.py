@@ -505,14 +505,14 @@ def test_a_client_that_disconnects_has_its_request_dropped(server):
 # ---------------------------------------------------------------------------------------------- pause
 def long_request(server, **settings):
     """A request in the background that has made some tokens, and is far from its end."""
-    settings = {"max_tokens": 900, "seed": 3} | settings
+    settings = {"max_tokens": 400, "seed": 3} | settings
     wait = in_background(complete, server, [5, 9, 33], **settings)
     wait_for(lambda: [r for r in server.engine.running if r.generated > 10], "ten tokens")
     return wait
 
 
 def test_pause_keep_holds_requests_and_changes_no_token(server):
-    alone = complete(server, [5, 9, 33], max_tokens=900, seed=3)
+    alone = complete(server, [5, 9, 33], max_tokens=400, seed=3)
     wait = long_request(server)
     for _ in range(2):
         assert post(server, "/pause?mode=keep&clear_cache=true").json() == {"status": "paused"}
@@ -636,7 +636,7 @@ def test_no_token_is_made_inside_an_open_window(fresh):
     assert fresh.engine.counters["generation_tokens"] == made
     assert "finish_weight_update" in post(fresh, "/resume").json()["error"]["message"]
     post(fresh, "/finish_weight_update")
-    assert len(wait()["token_ids"]) == 900
+    assert len(wait()["token_ids"]) == 400
 
 
 def message_of(answer):
