@@ -1,22 +1,31 @@
 """Will it fit? The bytes that a rank needs at the peak of a step: python memory.py prints README's table.
 
-    weights    12 P / R    float32 weights and AdamW's two moments, sharded over R ranks (2 P / R of what is
-                           frozen beside adapters, and no gradient)
-               + 2 P       one rank: bf16 weights, all of them gathered
-               | + 2 V E + 12 P_layer    more: the embedding, two layers, the gradient of one in the making
-    gradients   4 P / R    float32. They come as activations go, so only the larger of the two counts, unless
-                           gradients of an earlier micro-batch wait (accumulation)
-    row         N tokens: 12 E a token around the layers; in a layer whose activations are kept
-                2 (2 E + 3 H D + 3 G D + 2 W) a token, in one that recomputes them 2 E, its input; once more
-                what is kept, for the gradients inside the layer that the backward has reached
+    weights     12 P / R    float32 weights and AdamW's two moments, sharded over R ranks (2 P / R of what is
+                            frozen beside adapters, and no gradient)
+    gathered    2 V E + 12 P_layer    bf16: the embedding, two layers, the gradient of one in the making
+                | 2 P (+ 8 P_layer)   where all of them stay gathered until their backward, as on one rank
+    gradients   4 P / R     float32. They come as activations go
+    kept        2 (2 E + 3 H D + 3 G D + 2 W) a token and layer, where a layer keeps its activations; 2 E,
+                its input, where it recomputes them
+    layer       2 (2 W + E) a token for the gradients inside the layer that the backward has reached, and
+                what such a layer keeps where it has just been recomputed
     head        its gradient, 4 V E (twice where R does not divide V), and a block of logits
+
+The peak is the highest of three moments, weights and what is gathered in all of them:
+
+    in the head                  18 E N + kept in all layers + head
+    in the last layer's backward 18 E N + kept in all layers + layer + the head's gradient, 4 V E
+    in the first layer's         gradients + kept in one layer + layer (the others' weights are let go)
+
+and gradients of an earlier micro-batch are there from the start (accumulation).
 
 P parameters, N unique tokens of the row (at most the token budget), E hidden size, H query heads, G K/V
 heads, D head size, W width of the MLP (of all the experts a token goes to), V vocabulary. What a compiled
 layer keeps: its input and the residual after attention, q and k before and after norm and rotation, v, what
 attention gives, and both halves of the gated MLP; the rest is worked out again in fused kernels. An
 uncompiled one keeps norms in float32 and every product: about 2.5 times that. Layers that recompute are the
-first: those after them have been freed when their turn comes.
+first: those after them have been freed when their turn comes. `python bench/train.py` prints the formula over
+what it measures.
 
 It must never be taken for exact: `MARGIN` of the device stays free.
 """
@@ -24,6 +33,7 @@ It must never be taken for exact: `MARGIN` of the device stays free.
 from __future__ import annotations
 
 import sys
+from bisect import bisect
 from dataclasses import dataclass
 
 from head import CHUNK_BYTES
@@ -37,37 +47,44 @@ class Memory:
     """Bytes at the peak of a step on one rank; per token of the row where it says so."""
 
     weights: float
+    gathered: float  # when the backward begins
+    working: float  # gathered when it ends
     gradients: float
     accumulates: bool
     head: float
+    head_gradient: float
     token: float  # per token, outside the layers
     kept: float  # per token, of a layer that keeps its activations
     recomputed: float  # per token, of a layer that works them out again
+    inside: float  # per token, gradients inside a layer
     layers: int
 
     def peak(self, tokens: int, recomputing: int = 0) -> float:
         """With the first `recomputing` layers under gradient checkpointing."""
-        kept = max(self.layers - recomputing, 1) * self.kept + recomputing * self.recomputed
-        row = tokens * (self.token + kept) + self.head
-        together = self.gradients + row if self.accumulates else max(self.gradients, row)
-        return self.weights + together
+        kept = (self.layers - recomputing) * self.kept + recomputing * self.recomputed
+        layer = tokens * (self.inside + (self.kept if recomputing else 0))
+        start = tokens * (self.token + kept) + max(self.head, layer + self.head_gradient)
+        start += self.gathered + self.gradients * self.accumulates
+        end = tokens * (self.kept + self.inside) + self.working + self.gradients
+        return self.weights + max(start, end)
 
     def recomputing(self, tokens: float, room: float) -> int:
         """The fewest layers that must recompute for a row to fit into `room` bytes; all if it never does."""
-        fits = (n for n in range(self.layers) if self.peak(tokens, n) <= room * (1 - MARGIN))
-        return next(fits, self.layers)
+        return next((n for n in range(self.layers) if self.fits(tokens, n, room)), self.layers)
+
+    def fits(self, tokens: float, recomputing: int, room: float) -> bool:
+        return self.peak(tokens, recomputing) <= room * (1 - MARGIN)
 
     def most_tokens(self, room: float, recomputing: int) -> int:
         """The longest row that fits into `room` bytes."""
-        room = room * (1 - MARGIN) - self.weights - self.head - self.gradients * self.accumulates
-        per_token = (self.peak(2**30, recomputing) - self.peak(2**29, recomputing)) / 2**29
-        return max(int(room / per_token), 0)
+        return bisect(range(1, 1 << 30), False, key=lambda tokens: not self.fits(tokens, recomputing, room))
 
 
 def memory_of(
-    config, parameters: int, ranks: int, compiled: bool, accumulates: bool, frozen: int = 0
+    config, parameters: int, ranks: int, compiled: bool, accumulates: bool, frozen: int = 0, gathered=False
 ) -> Memory:
-    """Memory of training a transformers configuration with so many parameters, in bf16 on `ranks` ranks."""
+    """Memory of training a transformers configuration with so many parameters, in bf16, sharded over `ranks`
+    ranks. `gathered`: layers keep their gathered weights from forward to backward, as they do on one rank."""
     trained = parameters - frozen
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
 
@@ -88,16 +105,21 @@ def memory_of(
     embedding = read("vocab_size") * hidden
     untied = 0 if read("tie_word_embeddings") else embedding
     layer = (parameters - embedding - untied) / layers
-    gathered = 2 * parameters if ranks == 1 else 2 * (embedding + untied) + 12 * layer
+    working = 2 * (embedding + untied) + 12 * layer
+    all_of_it = 2 * parameters + 8 * layer * (ranks > 1)
     kept = 2 * (2 * hidden + 3 * (heads + kv_heads) * size + 2 * width) * (1 if compiled else EAGER)
     return Memory(
-        weights=(12 * trained + 2 * frozen) / ranks + gathered,
+        weights=(12 * trained + 2 * frozen) / ranks,
+        gathered=all_of_it if gathered or ranks == 1 else working,
+        working=working,
         gradients=4 * trained / ranks,
         accumulates=accumulates,
         head=(8 if read("vocab_size") % ranks else 4) * embedding + CHUNK_BYTES["cuda"],
-        token=12 * hidden + kept,
+        head_gradient=4 * embedding,
+        token=18 * hidden,
         kept=kept,
         recomputed=2 * hidden,
+        inside=2 * (2 * width + hidden),
         layers=layers,
     )
 

@@ -216,39 +216,21 @@ def diagnose(records: list[dict], max_concurrent: int, generations: int = 8) -> 
     """What the last windows say: which side waits, then whatever else is amiss. What was not measured (NaN)
     compares false, and is passed over."""
     now = records[-1]
+    said = [bottleneck(now, max_concurrent), saturation(records)]
     duplicates, entropy_change = value(now, "completions/duplicate_frac"), change(records, "entropy")
-    teachers = {
-        n.split("/")[1]: v for n, v in now.items() if n.startswith("teacher_tokens_frac/") and v is not None
-    }
-    findings = [
-        (
-            duplicates > 0.9 * (generations - 1) / generations,
-            "most rollouts repeat one of their group: is sampling random?",
-        ),
-        (
-            change(records, "completions/duplicate_frac") > 0.05 and entropy_change < 0,
-            "rollouts repeat each other more and more while entropy falls: collapse",
-        ),
-        (
-            value(now, "batch/samples_per_row") < 1.5,
-            "a row holds one sample, so nothing can be shared: raise --token_budget",
-        ),
-        (
-            change(records, "jsd") < -0.05 * abs(value(now, "jsd"))
-            and entropy_change < -0.05 * value(now, "entropy"),
-            "the divergence falls with the entropy: narrowing, not learning",
-        ),
-    ]
-    findings += [
-        (
-            len(teachers) > 1 and share < 0.2 / len(teachers),
-            f"teacher {name} is starved: {share:.0%} of the tokens",
-        )
-        for name, share in teachers.items()
-    ]
-    said = [bottleneck(now, max_concurrent), saturation(records)] + [
-        text for holds, text in findings if holds
-    ]
+    if duplicates > 0.9 * (generations - 1) / generations:
+        said.append("most rollouts repeat one of their group: is sampling random?")
+    if change(records, "completions/duplicate_frac") > 0.05 and entropy_change < 0:
+        said.append("rollouts repeat each other more and more while entropy falls: collapse")
+    if value(now, "batch/samples_per_row") < 1.5:
+        said.append("a row holds one sample, so nothing can be shared: raise --token_budget")
+    jsd_falls = change(records, "jsd") < -0.05 * abs(value(now, "jsd"))
+    if jsd_falls and entropy_change < -0.05 * value(now, "entropy"):
+        said.append("the divergence falls with the entropy: narrowing, not learning")
+    shares = {n.split("/")[1]: value(now, n) for n in now if n.startswith("teacher_tokens_frac/")}
+    for name, share in shares.items() if len(shares) > 1 else ():
+        if share < 0.2 / len(shares):
+            said.append(f"teacher {name} is starved: {share:.0%} of the tokens")
     return "; ".join(filter(None, said))
 
 

@@ -279,26 +279,37 @@ def compile_layers(model) -> None:
             layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
-def recomputing_layers(options: Options, model, budget: int, ranks: Ranks) -> int:
-    """How many layers --gradient_checkpointing means: with auto as few as rows of `budget` tokens ask for."""
-    layers = len(model.get_decoder().layers)
-    if options.gradient_checkpointing != "auto" or ranks.device.type != "cuda":
-        return layers if options.gradient_checkpointing == "true" else 0
+def fit(options: Options, model, budget: int, ranks: Ranks) -> int:
+    """Fit rows of `budget` tokens into the device's memory. Returns how many layers recompute
+    activations: under --gradient_checkpointing auto as few as have to.
+
+    Where there is room beside them, layers keep their gathered weights from forward to backward, which then
+    has none to gather: on all ranks or on none, since they gather together.
+    """
+    layers = model.get_decoder().layers
+    asked = {"true": len(layers), "false": 0}.get(options.gradient_checkpointing)
+    if ranks.device.type != "cuda":
+        return asked or 0
     if budget <= 0:  # nothing bounds a row
-        return layers
+        return len(layers) if asked is None else asked
     parameters = sum(p.numel() for p in model.parameters())
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    accumulates = options.gradient_accumulation_steps > 1
-    needs = memory_of(
-        model.config, parameters, ranks.size, compiles(options, ranks.device), accumulates, frozen
-    )
+    shards, accumulates = options.shard_size or ranks.size, options.gradient_accumulation_steps > 1
+    run = (model.config, parameters, shards, compiles(options, ranks.device), accumulates, frozen)
+    needs, gathered = memory_of(*run), memory_of(*run, gathered=True)
     room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-    count = needs.recomputing(budget, room)
+    count = needs.recomputing(budget, room) if asked is None else asked
+    keeps = torch.tensor(int(gathered.fits(budget, count, room)))
+    dist.all_reduce(keeps, dist.ReduceOp.MIN, group=ranks.control)
+    if keeps:
+        needs = gathered
+        for layer in layers:
+            layer.set_reshard_after_forward(False)
     peak, room = needs.peak(budget, count) / 2**30, room / 2**30
     advice = "; they may not fit: lower --token_budget" if peak > room else ""
     if advice or ranks.rank == 0:
         print(
-            f"rank {ranks.rank}: {count} of {layers} layers recompute their activations, for rows of "
+            f"rank {ranks.rank}: {count} of {len(layers)} layers recompute their activations, for rows of "
             f"{budget} tokens to take {peak:.0f} of {room:.0f} GiB{advice}",
             flush=True,
         )

@@ -67,13 +67,13 @@ from start import (
     check_embedded,
     check_inputs,
     checkpoint_layers,
+    fit,
     join_ranks,
     load_model,
     make_optimizer,
     obituary,
     option_of,
     reach_servers,
-    recomputing_layers,
     start_embedded,
 )
 from sync import Fleet, WeightSync
@@ -432,7 +432,7 @@ def begin(options: Options, rollouts, sync, ends: ExitStack) -> Run:
     if sync is None:
         options, sync = make_sync(options, servers, ranks)
     budget = token_budget(options, servers, ranks)
-    checkpoint_layers(model, recomputing_layers(options, model, budget, ranks))
+    checkpoint_layers(model, fit(options, model, budget, ranks))
     feed = make_feed(options, ranks, ends, rollouts, progress, version, servers, embedded, model, budget)
     run = Run(
         options=options,

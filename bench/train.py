@@ -119,9 +119,9 @@ def measure(call, model, rows: list, options: argparse.Namespace) -> tuple[float
     """Median milliseconds of `call` over all `rows`, and the peak of allocated memory in GiB."""
 
     def once():
-        for parameter in model.parameters():
-            parameter.grad = None
         for row in rows:
+            for parameter in model.parameters():  # else the gradients of the row before take memory
+                parameter.grad = None
             call(model, row, options.run)
 
     if options.ranks.device.type == "cpu":
