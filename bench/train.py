@@ -230,9 +230,9 @@ def measure_loop(shape: str, options: argparse.Namespace) -> dict:
         write_model(shape, folder)
         for ranks in map(int, options.loop.split(",")):
             out = Path(folder) / f"of-{ranks}"
-            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-            command += [__file__, "--train", folder, str(out), "--steps", str(options.steps)]
-            subprocess.run(command, check=True)
+            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+            rank = [__file__, "--train", folder, str(out), "--steps", str(options.steps)]
+            subprocess.run([*launch, str(ranks), *rank], check=True)
             records = [json.loads(line) for line in read_lines(out / "metrics.jsonl")]
             results[f"{shape} on {ranks}"] = result = of_steps(records[WARM_UP:])
             result["times_the_first"] = result["tokens_per_s"] / next(iter(results.values()))["tokens_per_s"]
