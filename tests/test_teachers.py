@@ -12,8 +12,11 @@ from types import SimpleNamespace
 import datasets
 import numpy as np
 import pytest
+import torch
 from fake_server import FakeServer, teacher_entry
+from replay import ListRollouts, NoSync, random_groups
 from rollout_run import TINY, Run, options_for
+from test_delta import hybrid
 from transformers import AutoTokenizer
 
 from client import parse_scores
@@ -22,6 +25,7 @@ from options import OptionError, Options
 from recording import Recording, read
 from rollout import RolloutLoop
 from teachers import check_rows, check_teachers
+from train import train
 
 ROWS = ["a", "b", "a", "b"]
 
@@ -145,6 +149,19 @@ def test_requests_are_limited_timed_and_retried(model):
     assert tokens == run.loop._sent_tokens and 0.08 < seconds < 15
 
 
+def test_an_id_that_the_student_lacks_ends_the_run_at_the_sample(model):
+    with FakeServer() as fake, FakeServer() as teacher:
+        teacher.teach = lambda token, place, count: {
+            **teacher_entry(token, place, count),
+            "60": {"logprob": -3},
+        }
+        with (
+            Run(distilled(model, fake, teachers={"a": teacher, "b": teacher})) as run,
+            pytest.raises(RolloutError, match="teacher [ab] at http.* names token 60, .* has 60 rows"),
+        ):
+            run.groups(1)
+
+
 @pytest.mark.parametrize(
     "step, text",
     [((400, {"error": {"message": "no such model"}}), "no such model"), ("500", "gave up after")],
@@ -235,6 +252,38 @@ def test_a_recording_carries_what_the_teachers_said(model, tmp_path):
         assert (same.teacher_ids == sample.teacher_ids).all() and (
             same.teacher_logp == sample.teacher_logp
         ).all()
+
+
+# ---- what is trained (the whole loop: tests/test_loop.py)
+
+
+@pytest.mark.parametrize("student", ["adapters", "hybrid"])
+def test_adapters_and_hybrids_learn_what_the_teacher_says(student, tmp_path, alone):
+    """The divergence falls over steps of samples that the teacher speaks of in the same way."""
+    groups, directory = random_groups(40, vocabulary=200), TINY
+    for sample in (sample for group in groups for sample in group):
+        sample.teacher_id = "a"
+        sample.teacher_ids = np.stack([sample.input_ids, np.full_like(sample.input_ids, 7)], 1)  # [L, K + 1]
+        sample.teacher_logp = np.log(np.float32([[0.1, 0.8]])).repeat(len(sample), 0)
+    if student == "hybrid":
+        directory = tmp_path / "hybrid"
+        hybrid("Qwen3_5Text", torch.float32, vocab_size=264).save_pretrained(directory)
+        AutoTokenizer.from_pretrained(TINY).save_pretrained(directory)
+    options = Options(
+        model=str(directory),
+        objective="distill",
+        bf16=False,
+        token_budget=256,
+        learning_rate=1e-2,
+        num_train_epochs=1.0,
+        max_staleness=99,
+        save_steps=0,
+        output_dir=str(tmp_path / "out"),
+        **({"lora_r": 4} if student == "adapters" else {}),
+    )
+    train(options, rollouts=ListRollouts(groups), sync=NoSync())
+    found = [json.loads(line)["jsd"] for line in (tmp_path / "out" / "metrics.jsonl").open()]
+    assert len(found) > 4 and found[-1] < 0.7 * found[0]
 
 
 # ---- what is refused
