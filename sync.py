@@ -194,8 +194,7 @@ class WeightSync(Fleet):
     def __init__(self, servers, timeout_s: float, device: torch.device = torch.device("cpu")):  # noqa: B008
         super().__init__(servers, timeout_s, device)
         self.dtype_name = "float32"
-        self.update = None  # names, shapes and chunks of the one that is prepared
-        self.packed = []  # its chunks that are ready, at most two
+        self.packed = []  # chunks of the next update that are ready, at most two
 
     def init(self) -> None:
         for link in self.links:
@@ -226,7 +225,7 @@ class WeightSync(Fleet):
         shapes = [list(p.shape) for _, p in parameters]
         chunks = packed_chunks(names, [self.dtype_name] * len(names), shapes, stream.BUFFER_BYTES)
         dtype = getattr(torch, self.dtype_name)
-        merged = merging(model)
+        merged, self.place = merging(model), parameters[0][1].device
         self.gathered = (full_tensor(merged(p), dtype) for _, p in parameters)
         self.update = names, shapes, chunks
         self.packed = [self.pack(chunk) for chunk in chunks[:ALIVE]]
@@ -249,21 +248,20 @@ class WeightSync(Fleet):
 
         With them comes what tells that they are complete: an event of the GPU, None on the CPU.
         """
+        gathered = zip(chunk, self.gathered)  # noqa: B905 - the generator goes on in the next chunk
+        if not self.links:
+            for _ in gathered:
+                pass
+            return None, None
         sizes = [math.prod(spec.shape) for spec in chunk]
-        data, parts, tensors, held = None, (), [], 0
-        for spec, tensor in zip(chunk, self.gathered):  # noqa: B905 - the generator goes on in the next chunk
-            if not self.links:
-                continue
-            if data is None:
-                data = torch.empty(sum(sizes), dtype=spec.dtype, device=tensor.device)
-                parts = iter(data.split(sizes))
+        data = torch.empty(sum(sizes), dtype=chunk[0].dtype, device=self.place)
+        parts, tensors, held = iter(data.split(sizes)), [], 0
+        for spec, tensor in gathered:
             tensors.append(tensor.reshape(-1))
             held += spec.nbytes
             if held > TOGETHER_BYTES or spec is chunk[-1]:  # many small ones are copied by one kernel
                 torch._foreach_copy_(list(itertools.islice(parts, len(tensors))), tensors)
                 tensors, held = [], 0
-        if data is None:
-            return None, None
         complete = torch.cuda.current_stream().record_event() if data.is_cuda else None
         return data.view(torch.uint8), complete
 
@@ -274,10 +272,7 @@ class WeightSync(Fleet):
     @torch.no_grad()
     def send(self, model, version: int) -> None:
         """One complete update to every server, labelled `version`. All ranks gather, in the same order."""
-        if self.update is None:
-            self.prepare(model)
         names, shapes, chunks = self.update
-        self.update = None
         self.each("the start", lambda link: link.begin(names, shapes))
         for number, chunk in enumerate(chunks):
             if not self.packed:

@@ -300,6 +300,7 @@ def test_after_an_update_the_server_samples_from_the_trainers_weights(server):
     sync = WeightSync([server], 30)
     sync.init()
     before = log_ratio(model, sampled_row(server, logprobs=8))
+    sync.prepare(model)
     sync.pause()
     sync.send(model, 7)
     sync.resume()
