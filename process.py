@@ -89,10 +89,7 @@ class Sender:
 
 def child_main(options, link: Link, position: int, finished: set[int]) -> None:
     """The rollout process. It ends by os._exit, because request threads may block for minutes yet."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # they reach every process: the trainer decides when to stop
+    for number in (signal.SIGINT, signal.SIGTERM):  # of all processes: the trainer decides when to stop
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
     sender = Sender(link.messages_in)
@@ -218,10 +215,10 @@ class RolloutProcess:
         link.version.value = version  # before a server that is back may be asked, after one is left out
         link.holds[:] = current
         link.told.value += servers is not None
-        self._link.allowance.value = int(allowance)
+        link.allowance.value = int(allowance)
         if again:
             with contextlib.suppress(OSError):  # a process that died is check()'s matter
-                self._link.again_in.send(list(again))
+                link.again_in.send(list(again))
 
     def finish(self) -> None:
         """Start no group any more, and evaluate the weights that the servers hold, unless that was done."""

@@ -161,13 +161,11 @@ class RolloutLoop:
         self._waiting_for = "the task to load"
         self._scoring = 0  # groups
         self._blocked = 0  # finished groups that found the scoring queue full
-        self._finished_groups = 0
         self._unfinished = 0  # rollouts of groups that were started
         self._finished_rollouts = 0
         self._mean_tokens = 0.0  # of a finished rollout's samples
         self._held_tokens = 0  # of finished rollouts whose group was not sent yet
         self._sent_tokens = 0
-        self._generated_tokens = 0  # since the last report
         self._reported_at = self._started = time.monotonic()
         self._printed_version = None
         self._log_lock = asyncio.Lock()
@@ -248,7 +246,7 @@ class RolloutLoop:
             request |= dict(model=name, cache_salt=f"{name} {self._started}")  # nor those of an earlier start
         answer = await self.routing.ask(place, request)
         self.check_vocabulary(answer.token_ids)
-        self._generated_tokens += len(answer.token_ids)
+        self.metrics.record("rollout/generated_tokens_per_s", (len(answer.token_ids), 0))
         return Turn(
             prompt_ids=prompt_ids,
             output_ids=answer.token_ids.tolist(),
@@ -404,7 +402,7 @@ class RolloutLoop:
             self.metrics.record("rollout/backpressure_s", [time.monotonic() - started])
 
     def _lengths_known(self) -> bool:
-        return self._finished_groups > 0 or self._unfinished == 0
+        return self._finished_rollouts >= self.options.num_generations or self._unfinished == 0
 
     def _fresh(self) -> bool:
         """Are the raw tokens sent and in flight below the allowance? One in flight counts as the mean.
@@ -461,27 +459,21 @@ class RolloutLoop:
         version = self.link.version.value if self.routing.adapters else group.version
         place = Place(flight, index, deadline, flight.load, version)
         PLACE.set(place)  # of this task alone
+        rollout, ended = Rollout([], [], []), None
         try:
             play = self._play_in_environment if self.task.environments else self._play
             rollout = await asyncio.wait_for(play(flight, index), limit)
         except (TimeoutError, asyncio.TimeoutError):
             if limit is None:
                 raise
-            rollout = Rollout([], [], [])
-            flight.abandoned.add(index)
-            self.record("rollout/timeout_count", 1)
+            ended = "timeout"
         except PromptTooLong as error:
-            rollout = Rollout([], [], [])
-            flight.abandoned.add(index)
-            self.record("rollout/prompt_too_long_count", 1)
+            ended = "prompt_too_long"
             if index == 0:
                 row = f"dataset row {group.row_index} is skipped: its prompt has {error} tokens"
                 print(f"note: {row}, the server's max_model_len is {place.load.context}", flush=True)
         except TooOld:
-            rollout = Rollout([], [], [])
-            flight.abandoned.add(index)
-            flight.too_old = True
-            self.record("rollout/unloaded_count", 1)
+            ended, flight.too_old = "unloaded", True
         except ServerError as error:
             raise RolloutError(f"sampling dataset row {group.row_index} failed: {error}") from error
         finally:
@@ -490,6 +482,9 @@ class RolloutLoop:
             del self._running[rollout_id]
         if not isinstance(rollout, Rollout):
             raise TypeError(f"generate_one must return a Rollout, not {type(rollout).__name__}")
+        if ended:
+            flight.abandoned.add(index)
+            self.record(f"rollout/{ended}_count", 1)
         self.record("rollout/duration_s", [time.monotonic() - started])
         return rollout
 
@@ -565,7 +560,6 @@ class RolloutLoop:
         return await self.teachers.score(flight.samples[index], named, self.vocabulary)
 
     async def _to_scoring(self, flight: Flight) -> None:
-        self._finished_groups += 1
         flight.done_at = time.monotonic()
         if self._score_queue.full():
             self._blocked += 1
@@ -708,11 +702,10 @@ class RolloutLoop:
         self.link.say(self.status(now))
         if self.link.allowance.value == 0:
             return  # nothing to measure before the first weights
-        self.metrics.record("rollout/generated_tokens_per_s", (self._generated_tokens, seconds))
+        self.metrics.record("rollout/generated_tokens_per_s", (0, seconds))
         self.metrics.record("rollout/concurrency", len(self._running))
         self.metrics.record("rollout/concurrency_cap", self.routing.cap())
         self.metrics.record("rollout/score_queue_size", self._score_queue.qsize())
-        self._generated_tokens = 0
         self.send(MetricsMessage(self.metrics.take()))
 
     def status(self, now: float) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 
 from conversation import Rollout, RolloutError
 from metrics import rule
-from task import source_names
+from task import source_names, unwrapped
 
 
 @dataclass
@@ -38,8 +38,7 @@ class Group:
 
 def is_async(function) -> bool:
     """Is it an `async def`, a partial of one, or an instance whose calls are?"""
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = unwrapped(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 

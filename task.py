@@ -167,9 +167,7 @@ def handed_over(functions, what: str, task_name: str) -> list:
             raise TypeError(
                 f"{what} {function!r} of task {task_name} is no function; call a served model from one"
             )
-        inner = function
-        while isinstance(inner, functools.partial):
-            inner = inner.func
+        inner = unwrapped(function)
         qualname = getattr(inner, "__qualname__", None) or type(inner).__qualname__
         if "<lambda>" in qualname or "<locals>" in qualname:
             raise TypeError(
@@ -180,12 +178,17 @@ def handed_over(functions, what: str, task_name: str) -> list:
     return functions
 
 
+def unwrapped(function):
+    """What a partial is one of."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
 def source_names(rewards: list) -> list[str]:
     """Names in metrics: __name__, a partial's function's, an instance's class. A repeated one is numbered."""
     names = []
-    for reward in rewards:
-        while isinstance(reward, functools.partial):
-            reward = reward.func
+    for reward in map(unwrapped, rewards):
         name = getattr(reward, "__name__", type(reward).__name__)
         names.append(name if name not in names else f"{name}_{len(names)}")
     return names
