@@ -1,26 +1,31 @@
 """Tree attention beside every prebuilt way to do it, on one GPU.
 
-    python bench/attention.py [--rows grpo,plain] [--heads 16/8] [--methods tree,"gather FA2"] [--json FILE]
+    python bench/attention.py [--rows grpo,plain] [--heads 16/8] [--methods "tree,gather FA2"] [--json FILE]
 
     tree, flash    the backends "triton" and "flash", through the interface that the trainer uses
     unshared       varlen flash attention over the samples laid end to end: no token is shared
     gather         varlen flash attention over K and V gathered along the path of every segment
     flex           FlexAttention compiled with the mask j <= i < subtree_end[j], with its own kernels or
-                   (FLASH) those of flash-attn-4; both compile anew for every row: --compiled names the rows
+                   (FLASH) those of flash-attn-4; both compile anew for every row
 
 FA2 is the one that comes with torch; FA4, FLASH and flash need flash-attn-4. Times are medians in
 milliseconds, forward and forward + backward. TFLOP/s counts what the tree needs (4 H D a visible pair, 2.5
 times that backward), for "unshared" what the samples need. Then, per head shape: errors against float64, the
 memory of the default backend (asserted below 5 % at head sizes up to 128) and the time to make a row's lists.
+
+Compiling takes longer than measuring. So processes compile side by side, some for one method and head shape,
+some for one row, and then measure one at a time, row by row; what fails is named and the rest goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import time
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor, wait
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,6 +40,7 @@ from attention import tree as kernels  # noqa: E402
 
 # Query heads, K/V heads, head size: of Qwen3 0.6B and 8B, and of Gemma 3 4B.
 HEADS = {"16/8": (16, 8, 128), "32/8": (32, 8, 128), "8/4x256": (8, 4, 256)}
+PATIENCE = 150  # seconds for everything to compile
 
 
 def groups(prompt: int, group: int, completion: int, count: int, jitter: float = 0.5) -> list:
@@ -174,12 +180,14 @@ def gather(flash, row, scale):
 
 
 def flex(options, row, scale):
+    import torch._inductor.config as inductor
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    inductor.compile_threads = 1  # main's processes use all cores
 
     def rule(_batch, _head, i, j):
         return (j <= i) & (i < row.subtree_end[j])
 
-    torch.compiler.reset()
     mask = torch.compile(create_block_mask)(rule, None, None, row.length, row.length, device="cuda")
     call = torch.compile(flex_attention, dynamic=False)
 
@@ -220,9 +228,18 @@ def inputs(row, heads, method="tree") -> list:
     return [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_(True) for shape in shapes]
 
 
-def measure(method, row, heads, milliseconds) -> dict:
-    tensors = inputs(row, heads, method)
-    run = METHODS[method](row, heads[2] ** -0.5)
+@cache
+def prepared(name: str, method: str, size: int) -> tuple:
+    """A row and the method made ready for it; in a process of its own for what compiles per row."""
+    row = layout(ROWS[name])
+    return row, METHODS[method](row, size**-0.5)
+
+
+def measure(heads: str, name: str, method: str, milliseconds: int) -> dict:
+    query_heads, _, size = HEADS[heads]
+    torch.cuda.empty_cache()  # many processes share the memory
+    row, run = prepared(name, method, size)
+    tensors = inputs(row, HEADS[heads], method)
     gradient = torch.randn_like(run(*tensors))
 
     def both():
@@ -235,7 +252,7 @@ def measure(method, row, heads, milliseconds) -> dict:
     median = partial(do_bench, warmup=milliseconds // 3, rep=milliseconds, return_mode="median")
     forward, total = median(lambda: run(*detached)), median(both)
     pairs = row.sample_pairs if method.startswith("unshared") else row.pairs
-    work = 4 * heads[0] * heads[2] * pairs / 1e9
+    work = 4 * query_heads * size * pairs / 1e9
     return dict(
         forward_ms=round(forward, 3),
         both_ms=round(total, 3),
@@ -293,41 +310,75 @@ def lists(heads) -> float:
     return sorted(times)[10]
 
 
+def numbers(heads: str) -> dict:
+    """Of our kernels with these heads: errors over those of FA2, extra memory, milliseconds of the lists."""
+    found = errors(HEADS[heads])
+    ratios = [round(a / b, 2) for a, b in zip(found["tree"], found["gather FA2"], strict=True)]
+    extra, made_in = memory(HEADS[heads]), lists(HEADS[heads])
+    return dict(errors=found, errors_over_fa2=ratios, extra_memory=extra, lists_ms=made_in)
+
+
+# ---- one process a lane
+
+
+def lane(heads: str, name: str, method: str) -> tuple:
+    """Cases of one lane share a process, and what is compiled there."""
+    return heads, method.split()[-1], name if method.startswith("flex") else None
+
+
+def ask(process, function, *arguments) -> dict:
+    """The result; what cannot run, or has ended its process, must not hide the rest."""
+    try:
+        return process.submit(function, *arguments).result(PATIENCE)
+    except Exception as error:
+        return dict(failed=f"{type(error).__name__}: {str(error)[:200]}")
+
+
+def table(results: dict, heads: str, names: list, methods: list) -> None:
+    """Markdown: forward / forward + backward ms (forward, backward TFLOP/s)."""
+    print("", "row", *methods, "", sep="|")
+    print("|---" * (1 + len(methods)), "|", sep="")
+    for name in names:
+        cells = []
+        for method in methods:
+            result = list(results[f"{heads} {name} {method}"].values())
+            cells.append("{} / {} ({:.0f}, {:.0f})".format(*result) if len(result) == 4 else "failed")
+        print("", f"{heads} {name}", *cells, "", sep="|")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--heads", default="16/8,32/8")
     parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument(
-        "--compiled", default=",".join(ROWS), help="rows on which flex and flex FLASH are measured"
-    )
     parser.add_argument("--milliseconds", type=int, default=200, help="time spent on each measurement")
     parser.add_argument("--json", help="file to write the results to")
     options = parser.parse_args()
-    print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    shapes, names, methods = (x.split(",") for x in (options.heads, options.rows, options.methods))
+    cases = [(heads, name, method) for heads in shapes for name in names for method in methods]
+    spawn = multiprocessing.get_context("spawn")
+    keys = [lane(*case) for case in cases] + [(heads, "tree", None) for heads in shapes]
+    processes = {key: ProcessPoolExecutor(1, spawn) for key in set(keys)}
+    started = time.perf_counter()
+    wait([processes[lane(*case)].submit(measure, *case, 1) for case in cases], PATIENCE)
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, end=": ")
+    print(f"compiled by {len(processes)} processes in {time.perf_counter() - started:.0f} s", flush=True)
     results = {}
-    for heads in options.heads.split(","):
-        for name in options.rows.split(","):
-            row = layout(ROWS[name])
-            print(f"{heads} {name}: {row.length} tokens", flush=True)
-            for method in options.methods.split(","):
-                if method.startswith("flex") and name not in options.compiled.split(","):
-                    continue
-                try:
-                    result = measure(method, row, HEADS[heads], options.milliseconds)
-                except Exception as error:  # another method that cannot run must not hide ours
-                    result = dict(failed=f"{type(error).__name__}: {str(error)[:200]}")
-                results[f"{heads} {name} {method}"] = result
-                print(f"    {method:13}", *(f"{key} {value}" for key, value in result.items()), flush=True)
-        found = errors(HEADS[heads])
-        ratios = [a / b for a, b in zip(found["tree"], found["gather FA2"], strict=True)]
-        print(f"{heads} errors of out, dq, dk, dv over those of FA2:", *(f"{ratio:.2f}" for ratio in ratios))
-        extra, made_in = memory(HEADS[heads]), lists(HEADS[heads])
-        print(f"{heads} memory beyond inputs and outputs: {extra:.2%}; lists of a row: {made_in:.2f} ms")
-        results[heads] = dict(errors=found, extra_memory=extra, lists_ms=made_in)
-        assert HEADS[heads][2] > 128 or extra < 0.05, "the default backend takes too much memory"
+    for heads, name, method in cases:
+        result = ask(processes[lane(heads, name, method)], measure, heads, name, method, options.milliseconds)
+        results[f"{heads} {name} {method}"] = result
+        print(f"{heads} {name} {method}:", *(f"{key} {value}" for key, value in result.items()), flush=True)
+    for heads in shapes:
+        results[heads] = ask(processes[heads, "tree", None], numbers, heads)
+        print(f"{heads}:", *(f"{key} {value}" for key, value in results[heads].items()), flush=True)
+        table(results, heads, names, methods)
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=1))
+    for process in processes.values():
+        process.shutdown(wait=False)
+    for heads in shapes:
+        if HEADS[heads][2] <= 128:
+            assert results[heads]["extra_memory"] < 0.05, "the default backend takes too much memory"
 
 
 if __name__ == "__main__":
