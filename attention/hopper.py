@@ -50,15 +50,10 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 def fits(query, value) -> bool:
-    """Whether these kernels take it: Hopper, 16 bits, head sizes up to 128 in steps of 8."""
-    return (
-        query.is_cuda
-        and torch.cuda.get_device_capability(query.device) == (9, 0)
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and max(query.shape[2], value.shape[2]) <= 128
-        and query.shape[2] % 8 == 0
-        and value.shape[2] % 8 == 0
-    )
+    """Whether these kernels take it: 16 bits, head sizes up to 128 in steps of 8."""
+    sizes = query.shape[2], value.shape[2]
+    narrow = query.dtype in (torch.bfloat16, torch.float16)
+    return narrow and max(sizes) <= 128 and not any(size % 8 for size in sizes)
 
 
 def fold(query, key) -> int:
@@ -72,81 +67,37 @@ def forward(query, key, value, output, lse, sinks, plan, scale, window, softcap,
     folded, size = fold(query, key), _padded(query, value)
     tiles = meetings(plan, "tile", query.shape[1] // folded, TILE, FORWARD_BLOCK, folded, window)
     _forward[(len(tiles.work),)](
-        _tile(query, 64 // folded, folded, size),
-        _tile(key, FORWARD_BLOCK, 1, size),
-        _tile(value, FORWARD_BLOCK, 1, size),
-        _tile(output, 64 // folded, folded, size),
-        lse,
-        lse if sinks is None else sinks,
-        *_rule(plan, tiles, window),
-        *_factors(scale, softcap),
-        SINKS_GIVEN=sinks is not None,
-        HEADS=query.shape[1],
-        BLOCK=FORWARD_BLOCK,
-        STAGES=FORWARD_STAGES,
+        *_tiles(size, folded, query), *_tiles(size, 1, key, value, rows=FORWARD_BLOCK),
+        *_tiles(size, folded, output), lse, lse if sinks is None else sinks,
+        *_rule(plan, tiles, window), *_factors(scale, softcap),
+        SINKS_GIVEN=sinks is not None, HEADS=query.shape[1], BLOCK=FORWARD_BLOCK, STAGES=FORWARD_STAGES,
         **_constants(query, key, size, folded, window, softcap),
-    )
+    )  # fmt: skip
 
 
 def backward(
-    query,
-    key,
-    value,
-    output,
-    doutput,
-    lse,
-    dlse,
-    dquery,
-    dkey,
-    dvalue,
-    plan,
-    scale,
-    window,
-    softcap,
-    meetings,
+    query, key, value, output, doutput, lse, dlse, dquery, dkey, dvalue, plan, scale, window, softcap, meetings
 ) -> tuple:
     """Fills the gradients of q, k and v, alike them. Returns what _fold of tree.py makes of lse and dlse."""
     folded, size = fold(query, key), _padded(query, value)
-    constants = _constants(query, key, size, folded, window, softcap)
-    tiles = meetings(plan, "tile", query.shape[1] // folded, TILE, QUERY_BLOCK, folded, window)
+    folds = query.shape[1] // folded
+    factors, constants = _factors(scale, softcap), _constants(query, key, size, folded, window, softcap)
+    tiles = meetings(plan, "tile", folds, TILE, QUERY_BLOCK, folded, window)
     rows = -(-len(query) * folded // TILE) * TILE
-    folded_lse, delta = lse.new_empty(2, query.shape[1] // folded, rows)  # [F, R padded] each
+    folded_lse, delta = lse.new_empty(2, folds, rows)  # [F, R padded] each
     _backward_query[(len(tiles.work),)](
-        _tile(query, 64 // folded, folded, size),
-        _tile(key, QUERY_BLOCK, 1, size),
-        _tile(value, QUERY_BLOCK, 1, size),
-        _tile(output, 64 // folded, folded, size),
-        _tile(doutput, 64 // folded, folded, size),
-        _tile(dquery, 64 // folded, folded, size),
-        lse,
-        dlse,
-        folded_lse,
-        delta,
-        *_rule(plan, tiles, window),
-        rows,
-        *_factors(scale, softcap),
-        scale,
-        HEADS=query.shape[1],
-        BLOCK=QUERY_BLOCK,
-        STAGES=QUERY_STAGES,
-        **constants,
-    )
+        *_tiles(size, folded, query), *_tiles(size, 1, key, value, rows=QUERY_BLOCK),
+        *_tiles(size, folded, output, doutput, dquery), lse, dlse, folded_lse, delta,
+        *_rule(plan, tiles, window), rows, *factors, scale,
+        HEADS=query.shape[1], BLOCK=QUERY_BLOCK, STAGES=QUERY_STAGES, **constants,
+    )  # fmt: skip
     blocks = meetings(plan, "block", key.shape[1], KEY_TILE, TILE, folded, window)
     _backward_key[(len(blocks.work),)](
-        _tile(query, 64 // folded, folded, size),
-        _tile(key, 64, 1, size),
-        _tile(value, 64, 1, size),
-        _tile(doutput, 64 // folded, folded, size),
-        _tile(dkey, 64, 1, size),
-        _tile(dvalue, 64, 1, size),
-        _line(folded_lse),
-        _line(delta),
-        *_rule(plan, blocks, window),
-        *_factors(scale, softcap),
-        scale,
-        STAGES=KEY_STAGES,
-        **constants,
-    )
+        *_tiles(size, folded, query), *_tiles(size, 1, key, value),
+        *_tiles(size, folded, doutput), *_tiles(size, 1, dkey, dvalue), _line(folded_lse), _line(delta),
+        *_rule(plan, blocks, window), *factors, scale,
+        STAGES=KEY_STAGES, **constants,
+    )  # fmt: skip
     return folded_lse, delta
 
 
@@ -154,11 +105,11 @@ def _padded(query, value) -> int:
     return 64 if max(query.shape[2], value.shape[2]) <= 64 else 128
 
 
-def _tile(tensor, tokens: int, heads: int, size: int) -> TensorDescriptor:
-    """Of [N, heads, head size], tiles of [tokens, heads, size]: zero outside, and never written there."""
-    block = [tokens, heads, size]
+def _tiles(size: int, heads: int, *tensors, rows: int = 64) -> list[TensorDescriptor]:
+    """Tiles of `rows` rows, `heads` a token, of [N, heads, head size]: zero outside, never written there."""
+    block = [rows // heads, heads, size]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
+    return [TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout) for x in tensors]
 
 
 def _line(tensor) -> TensorDescriptor:
@@ -205,14 +156,6 @@ def _ring(STAGES: gl.constexpr, count: gl.constexpr):
 
 
 @gluon.jit
-def _barrier():
-    """One barrier of one arrival."""
-    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=1)
-    return bar
-
-
-@gluon.jit
 def _span(WORK):
     """Of this program: begin, middle, stop, and the first block (or tile) it meets."""
     at = WORK + gl.program_id(0) * 8
@@ -236,8 +179,9 @@ def _queries(tokens, rule, WINDOWED: gl.constexpr):
 
 
 @gluon.jit
-def _seen(queries, keys, window, i_axis: gl.constexpr, WINDOWED: gl.constexpr):
+def _seen(queries, keys, rule, i_axis: gl.constexpr, WINDOWED: gl.constexpr):
     """The rule: a matrix with the queries on `i_axis`, the keys on the other."""
+    END, DEPTH, OTHER, N, window = rule
     i, depth_i = queries
     j, end_j, depth_j = keys
     i, depth_i = gl.expand_dims(i, 1 - i_axis), gl.expand_dims(depth_i, 1 - i_axis)
@@ -302,7 +246,7 @@ def _forward_step(
     s = _capped(s, squeeze, CAPPED)
     if MASKED:
         keys = _keys(block, rule, BLOCK, WINDOWED, gl.SliceLayout(0, LAYOUT))
-        s = gl.where(_seen(queries, keys, window, 0, WINDOWED), s, float("-inf"))
+        s = gl.where(_seen(queries, keys, rule, 0, WINDOWED), s, float("-inf"))
     x, most, total, shrink = _weights(s, most, total, factor)
     following = _operand(x, k_s.dtype, LAYOUT_O)  # [64, B]
     # The next keys are waited for here, since this is a branch: else the assembler moves the exponentials,
@@ -338,13 +282,13 @@ def _forward_group(
     total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
     o = gl.zeros([64, SIZE], gl.float32, LAYOUT_O)
     q = q_s.index(WHO).reshape([64, SIZE])
-    mbarrier.wait(q_full, 0)
+    mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(k_full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=[_product(q, k_s.index(0).reshape([BLOCK, SIZE]), LAYOUT)])  # [64, B]
     mbarrier.arrive(k_empty.index(0), count=1)
     factor, squeeze = factors
     # The first block takes the mask in any case.
-    s = gl.where(_seen(queries, keys, window, 0, WINDOWED), _capped(s, squeeze, CAPPED), float("-inf"))
+    s = gl.where(_seen(queries, keys, rule, 0, WINDOWED), _capped(s, squeeze, CAPPED), float("-inf"))
     x, most, total, _ = _weights(s, most, total, factor)
     p = _operand(x, k_s.dtype, LAYOUT_O)  # [64, B]
     mbarrier.wait(k_full.index(1 % STAGES), (1 // STAGES) & 1, pred=begin + 1 < stop)
@@ -390,10 +334,10 @@ def _forward_loader(
     k_full, v_full, k_empty, v_empty = bars
     BLOCK: gl.constexpr = k_s.shape[1]
     begin, _, stop, block = _span(WORK)
-    mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
+    mbarrier.expect(q_full.index(0), 2 * q_desc.block_type.nbytes)
     for who in gl.static_range(2):
         token = (tile * 128 + who * 64) // FOLD
-        _fetch(q_desc, [token, fold * FOLD, 0], q_full, q_s.index(who))
+        _fetch(q_desc, [token, fold * FOLD, 0], q_full.index(0), q_s.index(who))
     for at in range(begin, stop):
         n = at - begin
         now, phase = n % STAGES, ((n // STAGES) & 1) ^ 1
@@ -418,7 +362,7 @@ def _forward(
     k_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK, 1, SIZE], k_desc.layout)
     v_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK, 1, SIZE], v_desc.layout)
     buffers = (q_s, k_s, v_s)
-    q_full = _barrier()
+    q_full = _ring(1, 1)
     bars = (_ring(STAGES, 1), _ring(STAGES, 1), _ring(STAGES, 2), _ring(STAGES, 2))
     fence_async_shared()
     rule = (END, DEPTH, OTHER, N, window)
@@ -461,7 +405,7 @@ def _query_step(
     s = _capped(s, squeeze, CAPPED)
     p = gl.exp2(s * factor - gl.expand_dims(lse, 1))  # [64, B]
     if MASKED:
-        p = gl.where(_seen(queries, keys, window, 0, WINDOWED), p, 0.0)
+        p = gl.where(_seen(queries, keys, rule, 0, WINDOWED), p, 0.0)
     if CAPPED:
         p = p * (1.0 - s * s)
     # Here for the same reason as in the forward.
@@ -498,7 +442,7 @@ def _query_group(
     begin, middle, stop, block = _span(WORK)
     q = q_s.index(WHO).reshape([64, SIZE])
     do = do_s.index(WHO).reshape([64, SIZE])
-    mbarrier.wait(q_full, 0)
+    mbarrier.wait(q_full.index(0), 0)
     o = o_s.index(WHO).reshape([64, SIZE]).load(LAYOUT_DQ).to(gl.float32)  # [64, Dv]
     delta = gl.sum(o * do.load(LAYOUT_DQ).to(gl.float32), 1)  # [64]
     delta = gl.convert_layout(delta, gl.SliceLayout(1, LAYOUT)) - dlse
@@ -533,12 +477,12 @@ def _query_loader(
     k_full, v_full, empty = bars
     BLOCK: gl.constexpr = k_s.shape[1]
     begin, _, stop, block = _span(WORK)
-    mbarrier.expect(q_full, 6 * q_desc.block_type.nbytes)
+    mbarrier.expect(q_full.index(0), 6 * q_desc.block_type.nbytes)
     for who in gl.static_range(2):
         token = (tile * 128 + who * 64) // FOLD
-        _fetch(q_desc, [token, fold * FOLD, 0], q_full, q_s.index(who))
-        _fetch(o_desc, [token, fold * FOLD, 0], q_full, o_s.index(who))
-        _fetch(do_desc, [token, fold * FOLD, 0], q_full, do_s.index(who))
+        _fetch(q_desc, [token, fold * FOLD, 0], q_full.index(0), q_s.index(who))
+        _fetch(o_desc, [token, fold * FOLD, 0], q_full.index(0), o_s.index(who))
+        _fetch(do_desc, [token, fold * FOLD, 0], q_full.index(0), do_s.index(who))
     for at in range(begin, stop):
         n = at - begin
         now = n % STAGES
@@ -565,7 +509,7 @@ def _backward_query(
     k_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK, 1, SIZE], k_desc.layout)
     v_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK, 1, SIZE], v_desc.layout)
     buffers = (q_s, o_s, do_s, k_s, v_s)
-    q_full = _barrier()
+    q_full = _ring(1, 1)
     bars = (_ring(STAGES, 1), _ring(STAGES, 1), _ring(STAGES, 2))
     fence_async_shared()
     rule = (END, DEPTH, OTHER, N, window)
@@ -613,7 +557,7 @@ def _key_step(
     s = _capped(s, squeeze, CAPPED)
     p = gl.exp2(s * factor - gl.expand_dims(lse, 0))  # [64, T]
     if MASKED:
-        p = gl.where(_seen(queries, keys, window, 1, WINDOWED), p, 0.0)
+        p = gl.where(_seen(queries, keys, rule, 1, WINDOWED), p, 0.0)
     rounded = _operand(p, k_s.dtype, LAYOUT_DK)  # [64, T]
     if CAPPED:
         p = p * (1.0 - s * s)
@@ -646,7 +590,7 @@ def _key_group(
     dv = gl.zeros([64, SIZE], gl.float32, LAYOUT_DK)
     k = k_s.index(WHO).reshape([64, SIZE])
     v = v_s.index(WHO).reshape([64, SIZE])
-    mbarrier.wait(k_full, 0)
+    mbarrier.wait(k_full.index(0), 0)
     for number in range(FOLDS):
         zero = begin - number * (stop - begin)
         tile = first
@@ -684,11 +628,11 @@ def _key_loader(
     k_s, v_s, q_s, do_s, lse_s, delta_s = buffers
     q_full, do_full, empty = bars
     begin, _, stop, first = _span(WORK)
-    mbarrier.expect(k_full, 4 * k_desc.block_type.nbytes)
+    mbarrier.expect(k_full.index(0), 4 * k_desc.block_type.nbytes)
     for who in gl.static_range(2):
         j = block * 128 + who * 64
-        _fetch(k_desc, [j, group, 0], k_full, k_s.index(who))
-        _fetch(v_desc, [j, group, 0], k_full, v_s.index(who))
+        _fetch(k_desc, [j, group, 0], k_full.index(0), k_s.index(who))
+        _fetch(v_desc, [j, group, 0], k_full.index(0), v_s.index(who))
     for number in range(FOLDS):
         fold = group * FOLDS + number
         zero = begin - number * (stop - begin)
@@ -722,7 +666,7 @@ def _backward_key(
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 64], lse_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 64], delta_desc.layout)
     buffers = (k_s, v_s, q_s, do_s, lse_s, delta_s)
-    k_full = _barrier()
+    k_full = _ring(1, 1)
     bars = (_ring(STAGES, 1), _ring(STAGES, 1), _ring(STAGES, 2))
     fence_async_shared()
     rule = (END, DEPTH, OTHER, N, window)

@@ -351,7 +351,7 @@ KERNEL_CASES = [  # row, query heads, K/V heads, head size, options
     ("chain", 2, 2, 64, dict(dtype=F16)),
     ("one-token segments", 4, 2, 16, dict()),
     ("300 branches", 2, 1, 16, dict()),
-    ("depth 200", 3, 1, 16, dict(window=70)),
+    ("depth 200", 1, 1, 16, dict(window=70)),
     ("forest", 6, 2, 80, dict(window=5, sinks=True)),
     ("chain", 16, 1, 16, dict(window=2, sinks=True, dtype=F16)),
     ("chain", 5, 1, 96, dict(softcap=1.5)),
@@ -392,8 +392,9 @@ def test_kernels_equal_the_reference(tree, name, heads, groups, size, options):
     tolerance = 2e-3 if dtype == F16 else 3e-6
     for a, b in zip(found, wanted, strict=True):
         assert (a.double() - b).norm() <= tolerance * max(b.norm(), 1e-2)
-    again = gradients(tree, tensors, sinks, *rest, **options)
-    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    if DEVICE == "cuda":  # programs of the interpreter run one after the other: equal in any case
+        again = gradients(tree, tensors, sinks, *rest, **options)
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
 @kernels
@@ -448,7 +449,7 @@ def test_the_operator_of_compiled_layers_has_the_gradients_of_the_kernels(tree, 
 @kernels
 @pytest.mark.parametrize("owner", ["tile", "block"])
 @pytest.mark.parametrize("window", [None, 1, 7])
-@pytest.mark.parametrize("repeat, tile, block", [(1, 16, 16), (3, 16, 32), (16, 32, 16)])
+@pytest.mark.parametrize("repeat, tile, block", [(1, 16, 16), (3, 32, 32), (16, 128, 16)])
 def test_kernels_visit_the_blocks_they_need_and_mask_those_that_need_one(
     tree, owner, window, repeat, tile, block
 ):
@@ -665,14 +666,14 @@ def test_gradient_checkpointing_replays_the_index(reentrant):
     torch.testing.assert_close(backward(row_logp(forward, samples), model), plain, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("family, graphs", [("Qwen3", 1), ("Gemma2", 2), ("GptOss", None)])
-def test_compiled_layers_share_a_graph_for_all_rows(family, graphs, monkeypatch):
+@pytest.mark.parametrize("family, layers, graphs", [("Qwen3", 3, 1), ("Gemma2", 4, 2), ("GptOss", 2, None)])
+def test_compiled_layers_share_a_graph_for_all_rows(family, layers, graphs, monkeypatch):
     """And give what eager ones do. Gemma2 has layers with and without a window; GptOss has sinks, and loops
     over its experts."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    model = tiny_model(family, num_hidden_layers=4)
+    model = tiny_model(family, num_hidden_layers=layers)
 
     def forward(ids, positions, **tree):
         kept.append(tree)
@@ -681,7 +682,7 @@ def test_compiled_layers_share_a_graph_for_all_rows(family, graphs, monkeypatch)
     rows, kept = [random_samples(seed) for seed in range(3)], []
     plain = [backward(row_logp(forward, samples), model) for samples in rows]
     start.compile_layers(model)
-    start.checkpoint_layers(model, 2)
+    start.checkpoint_layers(model, layers // 2)
     for samples, wanted in zip(rows, plain, strict=True):
         found = backward(row_logp(forward, samples), model)
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
