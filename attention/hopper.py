@@ -76,22 +76,9 @@ def forward(query, key, value, output, lse, sinks, plan, scale, window, softcap,
 
 
 def backward(
-    query,
-    key,
-    value,
-    output,
-    doutput,
-    lse,
-    dlse,
-    dquery,
-    dkey,
-    dvalue,
-    plan,
-    scale,
-    window,
-    softcap,
-    meetings,
-) -> tuple:
+    query, key, value, output, doutput, lse, dlse, dquery, dkey, dvalue,
+    plan, scale, window, softcap, meetings,
+) -> tuple:  # fmt: skip
     """Fills the gradients of q, k and v, alike them. Returns what _fold of tree.py makes of lse and dlse."""
     folded, size = fold(query, key), _padded(query, value)
     folds = query.shape[1] // folded
