@@ -34,24 +34,16 @@ def attend(query, key, value, plan, scale, window=None, softcap=None, sinks=None
 
     if window is not None and window >= plan.longest:
         window = None
-    if scale < 0:
-        query, scale = -query, -scale
     rule = _rule(window is not None)
     size = query.shape[2]
     block, tile = 128 if size <= 128 else 64, 128 if size <= 64 else 64  # of keys; of the backward
     output, lse = flash_attn_func(
-        query[None],
-        key[None],
-        value[None],
-        softmax_scale=scale,
-        softcap=softcap or 0.0,
-        learnable_sink=sinks,
-        mask_mod=rule,
-        aux_tensors=_facts(plan, window),
+        query[None], key[None], value[None],
+        softmax_scale=scale, softcap=softcap or 0.0, learnable_sink=sinks, return_lse=with_lse,
+        mask_mod=rule, aux_tensors=_facts(plan, window),
         block_sparse_tensors=_lists(plan, "tile", TILE, block, window),
         block_sparse_tensors_bwd=_lists(plan, "block", tile, block, window),
-        return_lse=with_lse,
-    )
+    )  # fmt: skip
     return (output[0], lse[0].T) if with_lse else output[0]
 
 

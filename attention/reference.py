@@ -34,9 +34,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 SHORTEST_BLOCK, LONGEST_BLOCK = 64, 512  # queries
-KEPT_PAIRS = (
-    2**24
-)  # (query, key) pairs of all blocks up to which masks and gathered keys are kept for the backward
+KEPT_PAIRS = 2**24  # (query, key) pairs of all blocks: masks and gathered keys of more are not kept
 
 
 @dataclass(eq=False)
@@ -54,9 +52,7 @@ class Plan:
     depth: torch.Tensor  # [N] int32
     longest: int  # tokens of the row's longest path
     blocks: dict = field(default_factory=dict)  # window -> list of Block
-    keys: dict = field(
-        default_factory=dict
-    )  # window -> [T] int64, the keys of its blocks one after the other
+    keys: dict = field(default_factory=dict)  # window -> [T] int64, the keys of all blocks
     masks: dict = field(default_factory=dict)  # (window, dtype) -> one [B, C] additive mask per block
     meetings: dict = field(default_factory=dict)  # of the kernels: see tree.py and flash.py
 

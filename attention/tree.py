@@ -42,11 +42,10 @@ import triton.language as tl
 
 LARGEST_HEAD = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LOG2E = 1.4426950408889634
+LOG2E = tl.constexpr(1.4426950408889634)
 FOLD_TILE = 128  # rows; every other tile divides it
 UNCOUNTED = 2**24  # (tile, block) pairs: rows of up to 370k tokens with two query heads for a K/V head
 PROCESSORS = 132  # of an H100 or H200; others are near enough for the order of work
-HOPPER = True  # use hopper.py where it fits
 
 
 @dataclass(eq=False)
@@ -73,8 +72,6 @@ def attend(query, key, value, plan, scale, window=None, softcap=None, sinks=None
         raise ValueError(f"the triton attention backend {reason}: choose the reference backend")
     if window is not None and window >= plan.longest:
         window = None
-    if scale < 0:
-        query, scale = -query, -scale
     rows = [_dense(tensor) for tensor in (query, key, value)]
     with torch.cuda.device_of(query):
         output, lse = _Attention.apply(*rows, sinks, plan, float(scale), window, softcap)
@@ -91,8 +88,8 @@ def refusal(query, key, value, scale, window) -> str | None:
         return f"takes head sizes up to {LARGEST_HEAD}, not {max(query.shape[-1], value.shape[-1])}"
     if query.shape[1] % key.shape[1]:
         return f"takes query heads in equal groups, not {query.shape[1]} for {key.shape[1]} K/V heads"
-    if scale == 0:
-        return "takes a scale other than 0"
+    if scale <= 0:
+        return f"takes a scale above 0, not {scale}"
     if window is not None and window < 1:
         return f"takes a sliding_window of at least 1, not {window}"
     return None
@@ -276,10 +273,6 @@ def gradients(
     """The backward of `attend` from what it returned: d query, d key, d value, d sinks (None without)."""
     if window is not None and window >= plan.longest:
         window = None
-    if scale < 0:
-        rest = (output, lse, plan, -scale, window, softcap, sinks, dlse)
-        dquery, *others = gradients(doutput, -query, key, value, *rest)
-        return -dquery, *others
     doutput, query, key, value = (_dense(tensor) for tensor in (doutput, query, key, value))
     options = (plan, scale, window, softcap)
     dquery, dkey, dvalue = (torch.empty_like(tensor) for tensor in (query, key, value))
@@ -296,7 +289,7 @@ def gradients(
             _launch("dkv", _backward_key, options, (*strided, dkey, dvalue), (lse, delta))
     dsinks = None
     if sinks is not None:
-        sink = sinks.float().view(len(lse), 1, -1) * LOG2E  # [F, 1, H / F]
+        sink = sinks.float().view(len(lse), 1, -1) * LOG2E.value  # [F, 1, H / F]
         weight = (sink - _unfolded(lse, query)).exp2()  # [F, N, H / F]
         dsinks = -(weight * _unfolded(delta, query)).sum(1).flatten().to(sinks.dtype)  # [H]
     return dquery, dkey, dvalue, dsinks
@@ -304,7 +297,7 @@ def gradients(
 
 def _hopper(query, value):
     """The module with the kernels of Hopper where they can take the call, else None."""
-    if not HOPPER or not query.is_cuda or torch.cuda.get_device_capability(query.device) != (9, 0):
+    if not query.is_cuda or torch.cuda.get_device_capability(query.device) != (9, 0):
         return None
     try:
         from attention import hopper
@@ -330,31 +323,16 @@ def _launch(kind: str, kernel, options: tuple, strided: tuple, plain: tuple) -> 
     owner = "block" if kind == "dkv" else "tile"
     lists = meetings(plan, owner, groups, tile, block, heads // groups, window)
     kernel[(len(lists.work),)](
-        *strided,
-        *plain,
-        plan.subtree_end,
-        plan.depth,
-        lists.work,
-        lists.other,
-        length,
-        triton.cdiv(length * heads // groups, FOLD_TILE) * FOLD_TILE,
-        scale,
-        0 if window is None else window,
+        *strided, *plain, plan.subtree_end, plan.depth, lists.work, lists.other, length,
+        triton.cdiv(length * heads // groups, FOLD_TILE) * FOLD_TILE, scale, window or 0,
         1.0 if softcap is None else softcap,
         *(stride for tensor in strided for stride in tensor.stride()[:2]),
-        HEADS=heads,
-        REPEAT=heads // groups,
-        SIZE=size,
-        VALUE_SIZE=value_size,
+        HEADS=heads, REPEAT=heads // groups, SIZE=size, VALUE_SIZE=value_size,
         SIZE_PADDED=max(16, triton.next_power_of_2(size)),
         VALUE_PADDED=max(16, triton.next_power_of_2(value_size)),
-        TILE=tile,
-        BLOCK=block,
-        WINDOWED=window is not None,
-        CAPPED=softcap is not None,
-        num_warps=warps,
-        num_stages=stages,
-    )
+        TILE=tile, BLOCK=block, WINDOWED=window is not None, CAPPED=softcap is not None,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
 
 
 def sizes(kind: str, query: torch.Tensor, head: int) -> tuple[int, int, int, int]:
@@ -407,24 +385,24 @@ def _store(X, values, tokens, heads, exist, stride_n, stride_h, SIZE: tl.constex
 
 
 @triton.jit
-def _dot(a, b, acc):
+def _dot(a, b, acc=None):
     """a b + acc in float32; float32 inputs pass the tensor cores in three parts, exact to about 1e-6."""
     return tl.dot(a, b, acc, input_precision="tf32x3")
 
 
 @triton.jit
-def _visible(i, depth_i, j, end_j, depth_j, window, WINDOWED: tl.constexpr):
-    """The rule. Of each kind, the i's are a column and the j's a row, or the other way round."""
-    seen = (j <= i) & (i < end_j)
+def _seen(i, depth_i, j, end_j, depth_j, window, AXIS: tl.constexpr, WINDOWED: tl.constexpr):
+    """The rule: a matrix with the queries on AXIS, the keys on the other."""
+    i, depth_i = tl.expand_dims(i, 1 - AXIS), tl.expand_dims(depth_i, 1 - AXIS)
+    seen = (tl.expand_dims(j, AXIS) <= i) & (i < tl.expand_dims(end_j, AXIS))
     if WINDOWED:
-        seen &= depth_i - depth_j < window
+        seen &= depth_i - tl.expand_dims(depth_j, AXIS) < window
     return seen
 
 
 @triton.jit
 def _capped(scores, scale, cap, CAPPED: tl.constexpr):
     """Scores before the scale -> (what to exponentiate, its factor, its derivative by the scaled score)."""
-    LOG2E: tl.constexpr = 1.4426950408889634
     if CAPPED:
         tanh = 2 * tl.sigmoid(scores * (2 * scale / cap)) - 1
         return tanh, cap * LOG2E, 1 - tanh * tanh
@@ -452,15 +430,12 @@ def _forward(
         for at in range(middle if whole else begin, stop if whole else middle):
             j = tl.load(OTHER + at) * BLOCK + tl.arange(0, BLOCK)  # [B]
             k = _load(K, j, group, j < N, k_n, k_h, SIZE, SIZE_PADDED)  # [B, D]
-            s = _dot(q, tl.trans(k), tl.zeros([TILE, BLOCK], tl.float32))  # [T, B]
+            s = _dot(q, tl.trans(k))  # [T, B]
             s, factor, _ = _capped(s, scale, cap, CAPPED)
             if not whole:
                 end_j = tl.load(END + j, j < N, 0)  # [B]
                 depth_j = tl.load(DEPTH + j, j < N, 0) if WINDOWED else j  # [B]
-                seen = _visible(
-                    tokens[:, None], depth_i[:, None], j[None, :], end_j[None, :], depth_j[None, :],
-                    window, WINDOWED,
-                )  # [T, B]  # fmt: skip
+                seen = _seen(tokens, depth_i, j, end_j, depth_j, window, 0, WINDOWED)  # [T, B]
                 s = tl.where(seen, s, float("-inf"))
             now = tl.maximum(most, tl.max(s, 1) * factor)  # [T]
             p = tl.exp2(s * factor - now[:, None])  # [T, B]
@@ -470,7 +445,7 @@ def _forward(
             acc = _dot(p.to(v.dtype), v, acc * shrink[:, None])
             most = now
     if SINKS is not None:
-        sink = tl.load(SINKS + heads).to(tl.float32) * 1.4426950408889634  # [T]
+        sink = tl.load(SINKS + heads).to(tl.float32) * LOG2E  # [T]
         now = tl.maximum(most, sink)
         shrink = tl.exp2(most - now)
         total = total * shrink + tl.exp2(sink - now)
@@ -478,7 +453,7 @@ def _forward(
         most = now
     acc = acc / total[:, None]
     _store(OUT, acc, tokens, heads, exist, HEADS * VALUE_SIZE, VALUE_SIZE, VALUE_SIZE, VALUE_PADDED)
-    tl.store(LSE + tokens * HEADS + heads, (most + tl.log2(total)) * 0.6931471805599453, exist)
+    tl.store(LSE + tokens * HEADS + heads, (most + tl.log2(total)) / LOG2E, exist)
 
 
 @triton.jit(do_not_specialize=["N", "padded", "window"])
@@ -502,18 +477,15 @@ def _backward_query(
             j = tl.load(OTHER + at) * BLOCK + tl.arange(0, BLOCK)  # [B]
             k = _load(K, j, group, j < N, k_n, k_h, SIZE, SIZE_PADDED)  # [B, D]
             v = _load(V, j, group, j < N, v_n, v_h, VALUE_SIZE, VALUE_PADDED)  # [B, Dv]
-            s = _dot(q, tl.trans(k), tl.zeros([TILE, BLOCK], tl.float32))  # [T, B]
+            s = _dot(q, tl.trans(k))  # [T, B]
             s, factor, slope = _capped(s, scale, cap, CAPPED)
             p = tl.exp2(s * factor - lse)  # [T, B]
             if not whole:
                 end_j = tl.load(END + j, j < N, 0)  # [B]
                 depth_j = tl.load(DEPTH + j, j < N, 0) if WINDOWED else j  # [B]
-                seen = _visible(
-                    tokens[:, None], depth_i[:, None], j[None, :], end_j[None, :], depth_j[None, :],
-                    window, WINDOWED,
-                )  # [T, B]  # fmt: skip
+                seen = _seen(tokens, depth_i, j, end_j, depth_j, window, 0, WINDOWED)  # [T, B]
                 p = tl.where(seen, p, 0.0)
-            dp = _dot(do, tl.trans(v), tl.zeros([TILE, BLOCK], tl.float32))  # [T, B]
+            dp = _dot(do, tl.trans(v))  # [T, B]
             ds = p * (dp - delta) * slope  # [T, B]
             dq = _dot(ds.to(k.dtype), k, dq)
     _store(DQ, dq * scale, tokens, heads, exist, dq_n, dq_h, SIZE, SIZE_PADDED)
@@ -543,18 +515,15 @@ def _backward_key(
             do = _load(DO, tokens, heads, exist, do_n, do_h, VALUE_SIZE, VALUE_PADDED)  # [T, Dv]
             at_rows = group * padded + tile * TILE + tl.arange(0, TILE)  # [T]
             lse, delta = tl.load(LSE + at_rows)[None, :], tl.load(DELTA + at_rows)[None, :]  # [1, T] each
-            s = _dot(k, tl.trans(q), tl.zeros([BLOCK, TILE], tl.float32))  # [B, T]
+            s = _dot(k, tl.trans(q))  # [B, T]
             s, factor, slope = _capped(s, scale, cap, CAPPED)
             p = tl.exp2(s * factor - lse)  # [B, T]
             if not whole:
                 depth_i = tl.load(DEPTH + tokens, exist, 0) if WINDOWED else tokens  # [T]
-                seen = _visible(
-                    tokens[None, :], depth_i[None, :], j[:, None], end_j[:, None], depth_j[:, None],
-                    window, WINDOWED,
-                )  # [B, T]  # fmt: skip
+                seen = _seen(tokens, depth_i, j, end_j, depth_j, window, 1, WINDOWED)  # [B, T]
                 p = tl.where(seen, p, 0.0)
             dv = _dot(p.to(do.dtype), do, dv)
-            dp = _dot(v, tl.trans(do), tl.zeros([BLOCK, TILE], tl.float32))  # [B, T]
+            dp = _dot(v, tl.trans(do))  # [B, T]
             ds = p * (dp - delta) * slope  # [B, T]
             dk = _dot(ds.to(q.dtype), q, dk)
     _store(DK, dk * scale, j, group, j < N, dk_n, dk_h, SIZE, SIZE_PADDED)
@@ -571,7 +540,7 @@ def _fold(
     o = _load(OUT, tokens, heads, exist, HEADS * SIZE, SIZE, SIZE, PADDED).to(tl.float32)  # [T, Dv]
     do = _load(DO, tokens, heads, exist, do_n, do_h, SIZE, PADDED).to(tl.float32)  # [T, Dv]
     delta = tl.sum(o * do, 1) - tl.load(DLSE + tokens * HEADS + heads, exist, 0.0)  # [T]
-    lse = tl.load(LSE + tokens * HEADS + heads, exist, 0.0) * 1.4426950408889634  # [T]
+    lse = tl.load(LSE + tokens * HEADS + heads, exist, 0.0) * LOG2E  # [T]
     at = group * padded + tile * TILE + tl.arange(0, TILE)  # [T]
     tl.store(FOLDED_LSE + at, lse)
     tl.store(DELTA + at, delta)
