@@ -36,6 +36,7 @@ FIRST_NOTICE_S, NOTICE_EVERY_S = 30.0, 60.0
 ROUNDING = 1e-4  # how far above 0 a log-probability may lie
 OUTSIDE = -9999.0  # how JSON carries minus infinity: a token that sampling could not have drawn
 TOKEN_ID = "token_id:"
+ONE_TOKEN = {"max_tokens": 1, "temperature": 1.0, "top_k": 1}  # of a question that no sampling is asked for
 COMPLETIONS, TOKENS = "/v1/completions", "/inference/v1/generate"
 
 
@@ -326,7 +327,7 @@ class Server:
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids that the server makes of a prompt given as text."""
-        body = {"prompt": text, "max_tokens": 1, "temperature": 1.0, "top_k": 1, "return_token_ids": True}
+        body = {"prompt": text, **ONE_TOKEN, "return_token_ids": True}
         response = self._call("POST", COMPLETIONS, body=body)
         with self._reading():
             return list(response.json()["choices"][0]["prompt_token_ids"])
@@ -337,13 +338,7 @@ class Server:
         Asked as a logit bias of 0, never as a prompt: there vLLM lets the first id past the vocabulary
         through (its tokenizer counts one more), and its engine dies of a failed assertion on the GPU.
         """
-        body = {
-            "prompt": [0],
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "top_k": 1,
-            "logit_bias": {str(token): 0.0},
-        }
+        body = {"prompt": [0], **ONE_TOKEN, "logit_bias": {str(token): 0.0}}
         try:
             self._call("POST", COMPLETIONS, body=body)
         except ServerError as error:

@@ -500,6 +500,9 @@ class Engine:
             )
         self.paused = False
 
+    def join(self, info: dict) -> None:
+        self.weights.join(**info)
+
     def start_update(self) -> None:
         """Open the window and forget all keys and values: every running request reads its prefix again."""
         if self.updating:

@@ -304,25 +304,14 @@ def pause(call: Handler) -> dict:
     return {"status": "paused"}
 
 
-def resume(call: Handler) -> dict:
-    call.engine.call(call.engine.resume)
-    return {"status": "resumed"}
+def command(method, answer: dict, argument: str | None = None):
+    """The route that has the engine run a method of its own, on a field of the body where it takes one."""
 
+    def route(call: Handler) -> dict:
+        call.engine.call(method, call.engine, *([call.required(argument)] if argument else []))
+        return answer
 
-def init_weight_transfer(call: Handler) -> dict:
-    info = call.required("init_info")
-    call.engine.call(lambda: call.engine.weights.join(**info))
-    return {"message": "Weight transfer initialized"}
-
-
-def start_update(call: Handler) -> dict:
-    call.engine.call(call.engine.start_update)
-    return {"message": "Weight update started"}
-
-
-def update_weights(call: Handler) -> dict:
-    call.engine.call(call.engine.update, call.required("update_info"))
-    return {"message": "Weights updated"}
+    return route
 
 
 def finish_update(call: Handler) -> dict:
@@ -361,10 +350,12 @@ ROUTES = {
     "POST /v1/load_lora_adapter": load_adapter,
     "POST /v1/unload_lora_adapter": unload_adapter,
     "POST /pause": pause,
-    "POST /resume": resume,
-    "POST /init_weight_transfer_engine": init_weight_transfer,
-    "POST /start_weight_update": start_update,
-    "POST /update_weights": update_weights,
+    "POST /resume": command(Engine.resume, {"status": "resumed"}),
+    "POST /init_weight_transfer_engine": command(
+        Engine.join, {"message": "Weight transfer initialized"}, "init_info"
+    ),
+    "POST /start_weight_update": command(Engine.start_update, {"message": "Weight update started"}),
+    "POST /update_weights": command(Engine.update, {"message": "Weights updated"}, "update_info"),
     "POST /finish_weight_update": finish_update,
 }
 
