@@ -24,6 +24,7 @@ from link import SyncError
 from messages import TOO_OLD
 from options import OptionError, Options
 from rollout import RolloutLoop
+from tools import check_vllm
 
 LORA = {
     "lora_r": 4,
@@ -151,6 +152,22 @@ def test_a_server_without_lora_takes_no_adapter(base, policies):
     answer = load(server, "one", policies["one"][0])
     server.close()
     assert (answer.status_code, "--enable-lora" in answer.text) == (500, True)
+
+
+@pytest.mark.parametrize("way", ["merged", "adapter"])
+def test_what_is_sampled_is_the_trainers_after_every_update_and_over_it(base, way):
+    """tools/check_vllm.py, which says so of a real vLLM, against the embedded server."""
+    server = serve.start(base, dtype="float32", enable_lora=True, max_loras=3, max_lora_rank=8)
+    asked = ["--lora_r", "4", "--lora_sync", way, "--tokens", "200", "--lead", "0.02"]
+    check = check_vllm.Check(check_vllm.arguments([server.url, str(base), *asked]), torch.device("cpu"))
+    check_vllm.add_noise(check.model, 0.1)
+    before = check.compare()
+    first, second = check.over_an_update(), check.over_an_update()
+    check.sync.close()
+    server.close()
+    assert before["max"] > 0.05
+    for line in (first["after"]["max"], second["after"]["max"], second["in_flight"]):
+        assert line < 1e-4
 
 
 # ---- the trainer's end

@@ -182,7 +182,7 @@ class Check:
         return line
 
 
-def main() -> None:
+def arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -197,7 +197,11 @@ def main() -> None:
     parser.add_argument("--lora_sync", choices=["merged", "adapter"], default="merged")
     parser.add_argument("--burst", type=int, default=0, help="requests at once of which the rate is taken")
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    options = arguments(sys.argv[1:])
     check = Check(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     add_noise(check.model, options.noise)
     if check.server.is_paused():
@@ -217,7 +221,7 @@ def main() -> None:
         "all": median(map(sum, spent)),
         "from_pause_to_resume": median(sum(s[1:]) for s in spent),
     }
-    result |= {"worst": worst, "requests_lost": 0}
+    result["worst"] = worst
     print(json.dumps(result) if options.json else {k: v for k, v in result.items() if k != "updates"})
     sys.exit(worst > options.limit)
 
