@@ -1,8 +1,8 @@
 #!/bin/sh
 # One GPU: the model that ships with the project learns to sort letters. The embedded server samples and one
 # trainer trains, both on the same device, in bf16 (layers this small are not worth compiling). `make quick` makes
-# the environment first. Expected: reward from about 0.35 to above 0.9. Options after the command are added to
-# train.py's, OUT names another directory.
+# the environment first. Expected: reward from about 0.4 to above 0.9, in 73 s on an H200. Options after the
+# command are added to train.py's, OUT names another directory.
 set -e
 cd "$(dirname "$0")/.."
 out=${OUT:-runs/quick}
