@@ -171,6 +171,7 @@ def test_diagnosis_says_what_groups_of_equal_rewards_mean(courses, words):
     "courses, words",
     [
         ({"completions__duplicate_frac": 0.85}, "is sampling random?"),
+        ({"completions__duplicate_frac": 0.85, "entropy": 0.1, "completions__mean_length": 7.0}, None),
         ({"completions__duplicate_frac": 0.5}, None),
         ({"completions__duplicate_frac": (0.1, 0.5), "entropy": (0.9, 0.3)}, "entropy falls: collapse"),
         ({"completions__duplicate_frac": (0.1, 0.5), "entropy": (0.3, 0.9)}, None),
