@@ -417,12 +417,10 @@ def response_schema(tokenizer):
 def parsed_reply(tokenizer, turn: Turn, schemas: list[dict], plain: dict) -> tuple[dict, list[Call]]:
     """The reply as transformers parses it; one that it cannot parse is a malformed call."""
     text = tokenizer.decode(turn.output_ids[:-1], skip_special_tokens=False)
-    if getattr(tokenizer, "response_template", None) is not None:
-        more = {"prefix": tokenizer.decode(turn.prompt_ids), "tools": schemas}
-    else:
-        more = {}
+    context = {"prefix": tokenizer.decode(turn.prompt_ids), "tools": schemas}
     try:
-        message = tokenizer.parse_response(text, **more)
+        newer = getattr(tokenizer, "response_template", None) is not None
+        message = tokenizer.parse_response(text, **(context if newer else {}))
     except Exception as error:  # whatever a schema raises, it is about what the model wrote
         call = Call("", text, f"the reply could not be parsed ({first_line(error)})")
         return plain | {"tool_calls": [entry(call)]}, [call]
@@ -450,36 +448,33 @@ def probe(renderer: Renderer, schemas: list[dict]) -> str | None:
     call = {"type": "function", "function": {"name": name, "arguments": {}}}
     result = {"role": "tool", "name": name, "tool_call_id": call_id(0), "content": "5"}
     question = [{"role": "user", "content": "What is 2 + 3?"}]
+    closing, costs = f"{PROBE_THOUGHT}\n</think>\n\n", []
     try:
         sent = renderer.tokenizer.decode(renderer.ids(question, schemas, True)).rstrip()
-    except Exception as error:
+        if name not in sent:
+            raise ValueError("the chat template does not show tools to the model; give --chat_template")
+        if sent.endswith("</think>"):
+            thoughts = [""]
+        elif sent.endswith("<think>"):
+            thoughts = [closing]
+        else:
+            thoughts = ["", f"<think>\n{closing}"] if "think" in renderer.template else [""]
+        for thought in thoughts:
+            message = {"role": "assistant", "content": thought, "tool_calls": [call]}
+            costs.append(fork_cost(renderer, schemas, question, message, result))
+    except RolloutError as error:
         raise ValueError(f"the chat template cannot render tools: {first_line(error)}") from error
-    if name not in sent:
-        raise ValueError("the chat template does not show tools to the model; give --chat_template")
-    closing = f"{PROBE_THOUGHT}\n</think>\n\n"
-    if sent.endswith("</think>"):
-        thoughts = [""]
-    elif sent.endswith("<think>"):
-        thoughts = [closing]
-    else:
-        thoughts = ["", f"<think>\n{closing}"] if "think" in renderer.template else [""]
-    for thought in thoughts:
-        message = {"role": "assistant", "content": thought, "tool_calls": [call]}
-        try:
-            cost = fork_cost(renderer, schemas, question, message, result)
-        except Exception as error:
-            raise ValueError(f"the chat template cannot render tools: {first_line(error)}") from error
-        if cost is not None:
-            renderer.keeps_turns = False
-            kept, held = cost
-            return (
-                "the chat template rewrites earlier turns: every later turn of a rollout starts a new sample "
-                f"(a fork). In a probe conversation the next prompt repeats {kept} of {held} tokens held; "
-                "each fork forwards once more the tokens behind those and all that came after them, so a "
-                "rollout of t turns costs about t / 2 times its tokens. "
-                f"--chat_template {suggestion(renderer.template)} keeps turns as they were"
-            )
-    return None
+    if not any(costs):
+        return None
+    renderer.keeps_turns = False
+    kept, held = next(filter(None, costs))
+    return (
+        "the chat template rewrites earlier turns: every later turn of a rollout starts a new sample (a "
+        f"fork). In a probe conversation the next prompt repeats {kept} of {held} tokens held; each fork "
+        "forwards once more the tokens behind those and all that came after them, so a rollout of t turns "
+        f"costs about t / 2 times its tokens. --chat_template {suggestion(renderer.template)} keeps turns as "
+        "they were"
+    )
 
 
 def fork_cost(
