@@ -32,8 +32,9 @@ import json
 from bisect import bisect_left
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -173,11 +174,13 @@ def pack(samples: list[Sample], share: bool = True) -> Row:
     # By the bytes of the ids, one memcmp a comparison. Bytes do not sort as numbers do, but any total order
     # of tokens makes prefixes adjacent (test_row_is_the_trie_of_its_samples).
     order = sorted(range(len(samples)), key=keys.__getitem__)
-    shared = [0] * len(samples)  # tokens that each shares with the one before it, in trie order
+    shared = np.zeros(len(samples), int)  # tokens that each shares with the one before it, in trie order
     if share:
         shared[1:] = [common_prefix(samples[a].input_ids, samples[b].input_ids) for a, b in pairwise(order)]
-    length, shared = np.array(lengths)[order], np.array(shared)
-    row_start = np.append(0, np.cumsum(length - shared))  # [samples+1] row index of each one's own tokens
+    own = [samples[i].input_ids[first:] for i, first in zip(order, shared.tolist(), strict=True)]
+    own_length = np.array([len(ids) for ids in own])
+    row_start = np.append(0, np.cumsum(own_length))  # [samples+1] row index of each one's own tokens
+    row_index = _row_indexer(shared, row_start)
 
     trained = np.concatenate([s.trained for s in samples])
     if trained[starts[:-1]].any():
@@ -186,17 +189,17 @@ def pack(samples: list[Sample], share: bool = True) -> Row:
     term_start = np.searchsorted(token, starts)  # [samples+1]
     sample = np.repeat(np.arange(len(samples)), np.diff(term_start))  # [M]
     at = token - starts.take(sample)  # [M] index in the sample
-    depth, position, parent = _walk(order, length, shared, row_start, at, term_start)
-    segment_start, segment_parent = _segments(row_start, parent)
+    position = row_index(np.argsort(order).take(sample), at - 1)  # [M]
+    segment_start, segment_parent = _segments(row_start, row_index(np.arange(len(samples)), shared - 1))
 
     # Stable, so terms of one position stay in the order of their samples. numpy sorts 16-bit keys by radix.
     by_position = np.argsort(position.astype(np.min_scalar_type(row_start[-1])), kind="stable")  # [M]
     token, sample = token.take(by_position), sample.take(by_position)
-    own = [samples[i].input_ids[first:] for i, first in zip(order, shared.tolist(), strict=True)]
+    lengths = np.array(lengths)
     return Row(
         input_ids=np.concatenate(own, dtype=np.int64),
-        position_ids=depth,
-        subtree_end=_subtree_ends(length, shared, row_start),
+        position_ids=np.arange(row_start[-1]) - np.repeat(row_start[:-1] - shared, own_length),
+        subtree_end=np.repeat(_subtree_ends(segment_start, segment_parent), np.diff(segment_start)),
         segment_start=segment_start,
         segment_parent=segment_parent,
         position=position.take(by_position),
@@ -208,8 +211,8 @@ def pack(samples: list[Sample], share: bool = True) -> Row:
         **_wide_lists(samples, at, term_start, by_position),
         sample_count=len(samples),
         raw_tokens=int(starts[-1]),
-        attention_pairs=int(_pairs(length).sum() - _pairs(shared).sum()),
-        max_depth=int(length.max()),
+        attention_pairs=int(_pairs(lengths).sum() - _pairs(shared).sum()),
+        max_depth=int(lengths.max()),
     )
 
 
@@ -242,38 +245,45 @@ def _check(samples: list[Sample]) -> list[int]:
     return lengths
 
 
-def _walk(order, length, shared, row_start, at, term_start):
-    """Follow the samples in trie order, keeping the row index of every token of the current one.
+def _row_indexer(shared, row_start):
+    """row_index(place, depth): where the row has the token at `depth` of the sample at `place` in trie order.
 
-    Returns depth [N] of the row's tokens, position [M] of the terms (in the order of `at`) and, for each
-    sample in trie order, the row index that its own tokens hang from (-1: none, a root).
+    Its own tokens begin at depth shared[place]; one further up is the own token of an earlier sample, the
+    last one that begins no deeper. Those ways back are followed in jumps of 1, 2, 4, ... steps, so that a
+    long chain of prefixes costs its logarithm. Depth -1 is the root, at -1.
     """
-    ramp = np.arange(max(row_start[-1], length.max()))
-    path = np.empty(length.max(), np.int64)
-    position = np.empty(len(at), np.int64)
-    predictor = at - 1  # [M] depth of the token before
-    parent, depth = [], []
-    columns = length.tolist(), shared.tolist(), row_start.tolist()
-    begin = term_start.tolist()
-    for i, end, first, row in zip(order, *columns, strict=False):
-        parent.append(path[first - 1] if first else -1)
-        path[first:end] = ramp[row : row + end - first]
-        depth.append(ramp[first:end])
-        position[begin[i] : begin[i + 1]] = path.take(predictor[begin[i] : begin[i + 1]])
-    return np.concatenate(depth), position, np.array(parent)
+    before, open_ends = [], []  # the last sample before each that shares less with its own predecessor
+    depths = shared.tolist()
+    for place, depth in enumerate(depths):
+        while open_ends and depths[open_ends[-1]] >= depth:
+            open_ends.pop()
+        before.append(open_ends[-1] if open_ends else 0)
+        open_ends.append(place)
+    jumps = [np.array(before)]  # [samples] each
+    while shared[jumps[-1]].any():
+        jumps.append(jumps[-1][jumps[-1]])
+
+    def row_index(place, depth):
+        offset = row_start[:-1] - shared
+        index = offset.take(place) + depth
+        above = np.flatnonzero(shared.take(place) > depth)
+        place, depth = place[above], depth[above]
+        for jump in reversed(jumps):
+            back = jump[place]
+            place = np.where(shared[back] > depth, back, place)
+        index[above] = np.where(depth < 0, -1, offset[jumps[0][place]] + depth)
+        return index
+
+    return row_index
 
 
-def _subtree_ends(length, shared, row_start):
-    """int32 [N]. Backwards, keeping for each depth of the current path where its subtree ends."""
-    path_end = np.empty(length.max(), np.int32)
-    ends = np.empty(row_start[-1], np.int32)
-    columns = length.tolist(), shared.tolist(), row_start.tolist(), row_start[1:].tolist()
-    below = 0  # depth to which the next sample runs along this one: those ends are known
-    for end, first, row, row_end in reversed(list(zip(*columns, strict=False))):
-        path_end[below:end] = row_end
-        ends[row:row_end] = path_end[first:end]
-        below = first
-    return ends
+def _subtree_ends(segment_start, segment_parent):
+    """int32 [S]: where the last segment below each one ends. Children come after their parents."""
+    ends = segment_start[1:].tolist()
+    for segment, parent in reversed(list(enumerate(segment_parent.tolist()))):
+        if parent >= 0:
+            ends[parent] = max(ends[parent], ends[segment])
+    return np.array(ends, np.int32)
 
 
 def _segments(row_start, parent):
@@ -436,9 +446,6 @@ def _row_cost(config) -> RowCost:
     )
 
 
-MOST_WAITS = 2  # micro-batches a sample may see leave without it; then it goes first
-
-
 class Planner:
     """Deals samples into micro-batches: one list of samples per rank, each a row within the token budget.
 
@@ -462,45 +469,40 @@ class Planner:
     cost              RowCost that rows are balanced by
     samples_per_rank  used when token_budget <= 0
     share             False: plan for rows of samples side by side
-    lookahead         deal when this many micro-batches of unique tokens (or terms) are held, at least 1
     """
 
     def __init__(
-        self,
-        ranks: int,
-        token_budget: int,
-        cost: RowCost,
-        samples_per_rank: int = 8,
-        share: bool = True,
-        lookahead: float = 1.0,
+        self, ranks: int, token_budget: int, cost: RowCost, samples_per_rank: int = 8, share: bool = True
     ):
         self.ranks = ranks
         self.token_budget = token_budget if token_budget > 0 else float("inf")
         self.cost = cost
         self.batch_samples = samples_per_rank * ranks if token_budget <= 0 else None
         self.share = share
-        self.lookahead = lookahead
         self.held_tokens = 0  # raw tokens of the samples held
-        self._held: list[_Held] = []  # sorted: the order of the trie of all of them
+        self._held: list[_Held] = []  # in the order of the trie of all of them
         self._arrivals, self._unique, self._terms = 0, 0, 0  # of the samples held: unique tokens, terms
 
     def add(self, sample: Sample) -> bool:
         """Hold a sample. False if it is longer than any row may be: it is not held then."""
-        if len(sample) > self.token_budget:
+        ids = sample.input_ids
+        if len(ids) > self.token_budget:
             return False
         self._arrivals += 1
-        new = _Held((sample.input_ids.tobytes() if self.share else b"", self._arrivals), sample)
-        at = bisect_left(self._held, new)
+        key = (ids.tobytes() if self.share else b"", self._arrivals)
+        new = _Held(key, sample, len(ids), int(np.count_nonzero(sample.trained)))
+        at = bisect_left(self._held, key, key=attrgetter("key"))
         if self.share and at > 0:
-            new.shared = common_prefix(self._held[at - 1].sample.input_ids, sample.input_ids)
+            new.shared = common_prefix(self._held[at - 1].sample.input_ids, ids)
         if self.share and at < len(self._held):
             after = self._held[at]
             self._unique += after.shared
-            after.shared = common_prefix(sample.input_ids, after.sample.input_ids)
+            if new.shared <= after.shared:  # else the two neighbours part before this one leaves the first
+                after.shared = common_prefix(ids, after.sample.input_ids)
             self._unique -= after.shared
         self._held.insert(at, new)
-        self.held_tokens += len(sample)
-        self._unique += len(sample) - new.shared
+        self.held_tokens += len(ids)
+        self._unique += len(ids) - new.shared
         self._terms += new.terms
         return True
 
@@ -513,24 +515,14 @@ class Planner:
 
     def evict(self, unwanted) -> list[Sample]:
         """Give back the samples for which `unwanted(sample)`; the others are held on."""
-        gone = [h.sample for h in self._held if unwanted(h.sample)]
-        if gone:
-            self._keep([h for h in self._held if not unwanted(h.sample)])
-        return gone
+        return self._let_go(np.array([unwanted(h.sample) for h in self._held], bool))
 
-    def _keep(self, kept: list[_Held]) -> None:
-        for h, shared in zip(kept, _shared_within(self._held, kept), strict=True):
-            h.shared = shared
-        self._held = kept
-        self.held_tokens = sum(len(h.sample) for h in kept)
-        self._unique = self.held_tokens - sum(h.shared for h in kept)
-        self._terms = sum(h.terms for h in kept)
-
-    def pop(self) -> list[list[Sample]] | None:
-        """A micro-batch, one list of samples per rank, or None as long as more samples are wanted."""
+    def pop(self, patient: bool = True) -> list[list[Sample]] | None:
+        """A micro-batch, one list of samples per rank, or None as long as more samples are wanted: a quarter
+        more than fill it, to choose among; without patience as many as fill it."""
         if self.batch_samples:
             return self._deal() if len(self._held) >= self.batch_samples else None
-        enough = self.lookahead * self.ranks * self.token_budget
+        enough = (CHOICE if patient else 1) * self.ranks * self.token_budget
         return self._deal() if max(self._unique, self._terms) >= enough else None
 
     def flush(self) -> list[list[Sample]] | None:
@@ -538,86 +530,92 @@ class Planner:
         return self._deal() if self._held else None
 
     def _deal(self) -> list[list[Sample]]:
-        window = self._window()
-        rows = _Plan(window, _shared_within(self._held, window), self).rows()
-        dealt = {window[k].arrival for row in rows for k in row}
-        kept = [h for h in self._held if h.arrival not in dealt]
-        newest = max(h.arrival for h in window)
-        for h in kept:
-            h.waited += h.arrival <= newest
-        self._keep(kept)
-        lists = [[window[k].sample for k in row] for row in rows]
+        arrival = np.array([h.key[1] for h in self._held])
+        candidates = np.flatnonzero(arrival <= self._newest_candidate(arrival))
+        held = [self._held[k] for k in candidates]
+        rows = _Plan(held, self._shared_within(candidates), self).rows()
+        lists = [[held[k].sample for k in row] for row in rows]
+        for h in held:
+            h.waited += 1
+        gone = np.zeros(len(arrival), bool)
+        gone[candidates[np.concatenate(rows)]] = True
+        self._let_go(gone)
         shortest = min((row for row in lists if row), key=lambda row: sum(map(len, row)))
         spare = [replace(s, trained=np.zeros_like(s.trained)) for s in shortest]
         return [row or spare for row in lists]
 
-    def _window(self) -> list[_Held]:
-        """The oldest samples, about two micro-batches, in trie order: a backlog is dealt out in turn."""
-        by_age = sorted(self._held, key=lambda h: h.arrival)
-        if self.batch_samples:
-            count = self.batch_samples
-        else:
-            unique = np.cumsum([len(h.sample) - h.shared for h in by_age])
+    def _newest_candidate(self, arrival) -> int:
+        """The oldest samples, about two micro-batches, are dealt from: a backlog is dealt out in turn."""
+        by_age = np.argsort(arrival)
+        count = self.batch_samples
+        if count is None:
+            unique = np.array([h.tokens - h.shared for h in self._held])[by_age].cumsum()
             count = int(np.searchsorted(unique, 2 * self.ranks * self.token_budget)) + 1
-        newest = by_age[:count][-1].arrival
-        return [h for h in self._held if h.arrival <= newest]
+        return arrival[by_age[:count][-1]]
+
+    def _shared_within(self, some):
+        """Prefix that each of `some` of the held shares with the one before it: the least one in between."""
+        shared = np.array([h.shared for h in self._held], int)
+        return np.minimum.reduceat(shared[: some[-1] + 1], np.append(0, some[:-1] + 1)) if len(some) else some
+
+    def _let_go(self, gone) -> list[Sample]:
+        """Hold on to the others. `gone` [held samples]"""
+        samples = [self._held[k].sample for k in np.flatnonzero(gone)]
+        kept = np.flatnonzero(~gone)
+        shared = self._shared_within(kept).tolist()
+        self._held = [self._held[k] for k in kept]
+        for h, depth in zip(self._held, shared, strict=True):
+            h.shared = depth
+        self.held_tokens -= sum(map(len, samples))
+        self._unique = self.held_tokens - sum(shared)
+        self._terms = sum(h.terms for h in self._held)
+        return samples
 
 
-@dataclass
+@dataclass(slots=True)
 class _Held:
-    key: tuple[bytes, int]  # bytes of the ids, then arrival
+    key: tuple[bytes, int]  # bytes of the ids, then a running number
     sample: Sample
+    tokens: int
+    terms: int
     shared: int = 0  # tokens shared with the one before it
     waited: int = 0  # micro-batches that it was a candidate for and that left without it
 
-    def __post_init__(self):
-        self.arrival = self.key[1]
-        self.terms = int(np.count_nonzero(self.sample.trained))
-
-    def __lt__(self, other: _Held) -> bool:
-        return self.key < other.key
-
-
-def _shared_within(held: list[_Held], part: list[_Held]) -> list[int]:
-    """Prefix that each of `part` shares with the one before it: the least one between them in `held`."""
-    chosen = {h.arrival for h in part}
-    shared, least = [], 0
-    for h in held:
-        least = min(least, h.shared)
-        if h.arrival in chosen:
-            shared.append(least)
-            least = len(h.sample)
-    return shared
-
 
 POOL = -1
-MOST_EXCHANGES = 120  # attempts to improve one micro-batch, about 0.1 ms each
+CHOICE = 1.25  # micro-batches held, to choose one from
+MOST_WAITS = 2  # micro-batches a sample may see leave without it; then it goes first
+FULL = 0.98  # of the budget: more is worth nothing
+FULLNESS = 2.0  # what a token is worth by which a row gets fuller, in costs of an average token
+MOST_EXCHANGES = 64  # attempts to improve one micro-batch, about 0.2 ms each
 MOST_BLOCKS = 128  # blocks of a row or of the pool that one attempt looks at
 
 
 class _Plan:
     """One micro-batch in the making. Samples are known by their place in the trie order of all candidates,
     0 .. S-1; `owner` [S] says which row has each, or that it is still in the pool. Places in an array
-    always ascend.
+    always ascend; a run of neighbours in it is given by its start and end.
 
     place      whole groups, the most expensive first, each into the row that it leaves cheapest
-    exchange   swap a sample or a group's part of a row with one of the pool, to fill the row up
+    fill       swap blocks (samples, parts of groups, nothing) of a row and the pool, to fill the row up
     lower_peak trim the most expensive row and fill the others again, as long as that is worth it
     """
 
-    def __init__(self, held: list[_Held], shared: list[int], planner: Planner):
+    def __init__(self, held: list[_Held], shared, planner: Planner):
         self.row_count, self.budget, self.path = planner.ranks, planner.token_budget, planner.cost.path
-        self.sample_tokens = np.array([len(h.sample) for h in held])  # [S]
+        self.sample_tokens = np.array([h.tokens for h in held])  # [S]
         self.sample_terms = np.array([h.terms for h in held])  # [S]
         self.sample_cost = self.path(self.sample_tokens) + planner.cost.term * self.sample_terms  # [S]
-        self.arrival = np.array([h.arrival for h in held])  # [S]
+        self.arrival = np.array([h.key[1] for h in held])  # [S]
+        self.waited = np.array([h.waited for h in held])  # [S]
         self.group = np.array([h.sample.group_id for h in held])  # [S]
         if not planner.share:
             self.group = np.arange(len(held))  # nothing is gained by keeping a group together
-        self.overdue = np.array([h.waited >= MOST_WAITS for h in held])  # [S]
-        self._index_prefixes(np.array([0, *shared, 0]))
+        self._index_prefixes(np.concatenate([[0], shared, [0]]))
         self.empty_rows()
-        self.total = self.measure(np.arange(len(held)))[2]
+        tokens, terms, self.work = self.measure(np.arange(len(held)))
+        self.full = min(FULL * self.budget, max(tokens, terms) / self.row_count)
+        self.fullness = FULLNESS * self.work / tokens
         self.exchanges = 0
 
     # What a set of samples costs, from the common prefixes of neighbours alone.
@@ -629,7 +627,7 @@ class _Plan:
             half, last = 2 ** (len(levels) - 1), levels[-1]
             levels.append(np.concatenate([np.minimum(last[:-half], last[half:]), last[-half:]]))
         self.minima = np.stack(levels)  # [levels, S+2]
-        self.level = np.array([max(n.bit_length() - 1, 0) for n in range(len(shared))])
+        self.level = np.frexp(np.arange(len(shared)).clip(1))[1] - 1  # [S+2] logarithm of a distance
 
     def common(self, a, b):
         """Tokens that the samples at places a < b share, elementwise; places -1 and S share nothing."""
@@ -643,8 +641,20 @@ class _Plan:
         cost = self.sample_cost[places].sum() - self.path(shared).sum()
         return int(tokens), int(self.sample_terms[places].sum()), float(cost)
 
+    def measure_runs(self, places, start, end):
+        """Unique tokens, terms and cost of each run places[start:end], alone in a row. Each [runs]."""
+        shared = np.append(0, self.common(places[:-1], places[1:]))
+
+        def total(of_samples, of_shared):  # less what each sample shares with the one before it in its run
+            before, inner = np.append(0, np.cumsum(of_samples)), np.cumsum(of_shared)
+            return before[end] - before[start] - (inner[end - 1] - inner[start])
+
+        tokens = total(self.sample_tokens[places], shared)
+        terms = total(self.sample_terms[places], np.zeros_like(shared))
+        return tokens, terms, total(self.sample_cost[places], self.path(shared))
+
     def known_depth(self, places, first, last):
-        """Depth to which the rest of `places` has the path of each block of neighbours first .. last."""
+        """Depth to which the rest of `places` has the path of each run of neighbours first .. last."""
         fence = np.concatenate([[-1], places, [len(self.owner)]])
         before = np.searchsorted(places, first)
         after = np.searchsorted(places, last, side="right") + 1
@@ -652,12 +662,25 @@ class _Plan:
 
     # The rows.
 
+    def rows(self) -> list:
+        """Places of each row. Rows are empty only where there are fewer samples than rows."""
+        overdue = np.flatnonzero(self.waited >= MOST_WAITS)
+        self.place(overdue, self.pieces(overdue, 1 / 8))
+        left = overdue[self.owner[overdue] == POOL]
+        self.place(left, np.arange(len(left)))
+        if (self.owner[overdue] == POOL).any():
+            self.place_in_turn()
+        else:
+            for size in 1 / 8, 1 / 64:  # of a row's share
+                pool = self.members(POOL)
+                self.place(pool, self.pieces(pool, size))
+            self.fill(np.inf)
+            self.lower_peak()
+        self.spread()
+        return [self.members(row) for row in range(self.row_count)]
+
     def members(self, row: int):
         return np.flatnonzero(self.owner == row)
-
-    def give(self, places, row: int) -> None:
-        self.owner[places] = row
-        self.tokens[row], self.terms[row], self.cost[row] = self.measure(self.members(row))
 
     def empty_rows(self) -> None:
         self.owner = np.full(len(self.sample_tokens), POOL)
@@ -665,179 +688,164 @@ class _Plan:
         self.terms = np.zeros(self.row_count, int)
         self.cost = np.zeros(self.row_count)
 
-    def rows(self) -> list[list[int]]:
-        """Places of each row. Rows are empty only where there are fewer samples than rows."""
-        overdue = np.flatnonzero(self.overdue)
-        self.place(self.pieces(overdue), oldest_first=True)
-        self.place(self.left(overdue)[:, None], oldest_first=True)
-        if len(self.left(overdue)):
-            self.place_in_turn()
-        else:
-            self.place(self.pieces(self.members(POOL)))
-            self.fill(self.cost.max())
-            self.lower_peak()
-        self.spread()
-        return [self.members(row).tolist() for row in range(self.row_count)]
+    def group_starts(self, places):
+        """Where the runs of samples of one group begin."""
+        return np.flatnonzero(np.append(True, np.diff(self.group[places]) != 0)[: len(places)])
 
-    def left(self, places):
-        """Those of `places` that are still in the pool."""
-        return places[self.owner[places] == POOL]
+    def pieces(self, places, size: float):
+        """Where to cut `places` into runs that rows can take: groups, or several up to `size` of a row's
+        share of the work, or equal parts of one that fits no row or exceeds a share."""
+        start = self.group_starts(places)
+        end = np.append(start[1:], len(places))
+        tokens, terms, cost = self.measure_runs(places, start, end)
+        share = self.work / self.row_count
+        parts = np.ceil(np.maximum(np.maximum(tokens, terms) / self.budget, cost / (1.1 * share)))
+        columns = start, end - start, np.minimum(parts, end - start).astype(int), cost
+        cuts, piece = [], np.inf
+        for first, count, parts, cost in zip(*(column.tolist() for column in columns), strict=True):
+            if parts > 1 or piece + cost > size * share:
+                cuts += [first + count * part // parts for part in range(parts)]
+                piece = 0.0 if parts == 1 else np.inf
+            piece += cost
+        return np.array(cuts, int)
 
-    def pieces(self, places):
-        """Samples as blocks to place: groups, cut where they fit no row or exceed a row's share of work."""
-        pieces = []
-        share = 1.1 * self.total / self.row_count
-        by_group = places[np.argsort(self.group[places], kind="stable")]
-        for group in np.split(by_group, np.flatnonzero(np.diff(self.group[by_group])) + 1):
-            if len(group):
-                pieces += self.cut(group, share)
-        return pieces
-
-    def cut(self, group, share: float):
-        """The group if within budget and share, else pieces that are: first fit, the longest sample first."""
-
-        def fits(piece):
-            tokens, terms, cost = self.measure(piece)
-            return max(tokens, terms) <= self.budget and cost <= share
-
-        if len(group) == 1 or fits(group):
-            return [group]
-        pieces = []
-        for place in sorted(group, key=lambda r: -self.sample_tokens[r]):
-            for k, piece in enumerate(pieces):
-                larger = np.sort(np.append(piece, place))
-                if fits(larger):
-                    pieces[k] = larger
-                    break
-            else:
-                pieces.append(np.array([place]))
-        return pieces
-
-    def place(self, pieces, oldest_first: bool = False) -> None:
-        """Each piece into the row that it leaves cheapest: the one with the oldest sample, then the most
-        expensive first, or all by age. What fits no row stays in the pool."""
-        if not len(pieces):
+    def place(self, places, start) -> None:
+        """Each run of `places` into the row that it leaves cheapest, those that have waited and then the
+        most expensive first. What fits no row stays in the pool."""
+        if not len(places):
             return
-        first, last = np.array([p[0] for p in pieces]), np.array([p[-1] for p in pieces])
-        tokens, terms, cost = np.transpose([self.measure(p) for p in pieces])
-        age = np.array([self.arrival[p].min() for p in pieces])
-        order = np.argsort(age if oldest_first else np.where(age == age.min(), -np.inf, -cost))
+        end = np.append(start[1:], len(places))
+        first, last = places[start], places[end - 1]
+        tokens, terms, cost = self.measure_runs(places, start, end)
+        waited = np.maximum.reduceat(self.waited[places], start)
         known = np.stack([self.known_depth(self.members(w), first, last) for w in range(self.row_count)])
-        for k in order:  # known [rows, pieces]
+        for k in np.lexsort((-cost, -waited)):  # known [rows, runs]
             fits = self.tokens + tokens[k] - known[:, k] <= self.budget
             fits &= self.terms + terms[k] <= self.budget
             total = np.where(fits, self.cost + cost[k] - self.path(known[:, k]), np.inf)
             row = int(total.argmin())
             if fits[row]:
-                self.give(pieces[k], row)
-                known[row] = self.known_depth(self.members(row), first, last)
+                self.owner[places[start[k] : end[k]]] = row
+                self.tokens[row] += tokens[k] - known[row, k]
+                self.terms[row] += terms[k]
+                self.cost[row] = total[row]
+                earlier = np.minimum(last, last[k])
+                later = np.maximum(np.maximum(first, first[k]), earlier)  # no less, for the run itself
+                known[row] = np.maximum(known[row], self.common(earlier, later))
 
     def place_in_turn(self) -> None:
         """One by one as they came, up to the first that fits no row: nobody is overtaken. A last resort."""
         self.empty_rows()
         for place in np.argsort(self.arrival):
-            self.place([np.array([place])])
+            self.place(np.array([place]), np.array([0]))
             if self.owner[place] == POOL:
                 return
 
-    def blocks(self, here, there):
-        """What of `here` can be moved `there`: each sample, each group's part, and nothing (the last).
-
-        Returns start, end (a block is here[start:end]), terms, the tokens and the cost that `here` is rid
-        of without it, and those that it adds `there`. Each [blocks].
-        """
-        n = len(here)
-        cuts = np.flatnonzero(np.diff(self.group[here])) + 1
-        start = np.concatenate([np.arange(n), np.append(0, cuts)])
-        end = np.concatenate([np.arange(n) + 1, np.append(cuts, n)])
-        keep = np.append(np.ones(n, bool), end[n:] - start[n:] > 1)
-        start, end = start[keep], end[keep]
+    def blocks(self, here, there) -> _Blocks:
+        """What of `here` can be moved `there`: each sample, each group's first few, nothing (the last)."""
+        at, group = np.arange(len(here)), self.group_starts(here)
+        group = np.repeat(group, np.diff(np.append(group, len(here))))  # where that of each sample begins
+        start, end = np.append(at, group[at > group]), np.append(at, at[at > group]) + 1
         if len(start) > MOST_BLOCKS:
             some = np.linspace(0, len(start) - 1, MOST_BLOCKS).astype(int)
             start, end = start[some], end[some]
-        shared = np.zeros(n + 1, int)
-        shared[1:n] = self.common(here[:-1], here[1:])
-
-        def size(of_samples, of_shared):  # less what each sample shares with the one before it in its block
-            before, inner = np.append(0, np.cumsum(of_samples)), np.append(0, np.cumsum(of_shared))
-            return before[end] - before[start] - (inner[end] - inner[start + 1])
-
-        tokens = size(self.sample_tokens[here], shared[:n])
-        cost = size(self.sample_cost[here], self.path(shared[:n]))
-        terms = size(self.sample_terms[here], 0 * shared[:n])
+        tokens, terms, cost = self.measure_runs(here, start, end)
         first, last = here[start], here[end - 1]
         at_home, away = self.known_depth(here, first, last), self.known_depth(there, first, last)
-        leaving = tokens - at_home, cost - self.path(at_home)
-        joining = tokens - away, cost - self.path(away)
-        return [np.append(column, 0) for column in (start, end, terms, *leaving, *joining)]
+        sizes = tokens - at_home, tokens - away, cost - self.path(at_home), cost - self.path(away)
+        return _Blocks(*(np.append(column, 0) for column in (start, end, terms, *sizes)))
 
     def exchange(self, row: int, cap: float, least_gain: float) -> bool:
-        """Swap a block of the row for one of the pool, either of which may be nothing, so that the row takes
-        the most work off the pool, within budget and cap. False if nothing gains more than `least_gain`."""
+        """Swap the best blocks of the row and the pool, within budget and cap. A swap gains the work that it
+        takes off the pool, and something for making the row fuller. False if none gains `least_gain`."""
         self.exchanges += 1
         mine, pool = self.members(row), self.members(POOL)
         if not len(pool) and least_gain > -np.inf:
             return False
-        start, end, terms_out, tokens_out, cost_out, _, back = self.blocks(mine, pool)
-        enter, stop, terms_in, _, taken, tokens_in, cost_in = self.blocks(pool, mine)
-        cost = self.cost[row] + cost_in - cost_out[:, None]  # [blocks of the row, blocks of the pool]
-        fits = cost <= cap
-        fits &= self.tokens[row] + tokens_in - tokens_out[:, None] <= self.budget
-        fits &= self.terms[row] + terms_in - terms_out[:, None] <= self.budget
-        overdue = np.append(0, np.cumsum(self.overdue[mine]))
-        fits &= (overdue[end] == overdue[start])[:, None]  # who has waited long stays
-        fits[:, -1] &= end - start < len(mine)  # a row never runs empty
-        gain = np.where(fits, taken - back[:, None], -np.inf)
+        out, into = self.blocks(mine, pool), self.blocks(pool, mine)
+        # [blocks of the row, blocks of the pool] each
+        tokens = self.tokens[row] + into.tokens_there - out.tokens_here[:, None]
+        terms = self.terms[row] + into.terms - out.terms[:, None]
+        cost = self.cost[row] + into.cost_there - out.cost_here[:, None]
+        size = np.maximum(tokens, terms)
+        fuller = np.minimum(size, self.full) - self.filled()[row]
+        gain = into.cost_here - out.cost_there[:, None] + self.fullness * fuller
+        gain[(size > self.budget) | (cost > cap)] = -np.inf
+        overdue = np.append(0, np.cumsum(self.waited[mine] >= MOST_WAITS))
+        gain[overdue[out.end] > overdue[out.start]] = -np.inf  # who has waited long stays
+        gain[out.end - out.start == len(mine), -1] = -np.inf  # a row never runs empty
         for _ in range(3):  # blocks of one group share in ways not counted here: measure before believing
-            out, into = divmod(int(gain.argmax()), gain.shape[1])
-            if not gain[out, into] > least_gain:
+            a, b = divmod(int(gain.argmax()), gain.shape[1])
+            if not gain[a, b] > least_gain:
                 return False
             before = self.owner.copy()
-            self.owner[mine[start[out] : end[out]]] = POOL
-            self.owner[pool[enter[into] : stop[into]]] = row
-            size = self.measure(self.members(row))
-            if max(size[:2]) <= self.budget and size[2] <= cap:
-                self.tokens[row], self.terms[row], self.cost[row] = size
+            self.owner[mine[out.start[a] : out.end[a]]] = POOL
+            self.owner[pool[into.start[b] : into.end[b]]] = row
+            tokens, terms, cost = self.measure(self.members(row))
+            if max(tokens, terms) <= self.budget and cost <= cap:
+                self.tokens[row], self.terms[row], self.cost[row] = tokens, terms, cost
                 return True
             self.owner = before
-            gain[out, into] = -np.inf
+            gain[a, b] = -np.inf
         return False
 
+    def filled(self):
+        """Tokens of each row, or terms where they are more, as far as they are worth anything. [rows]"""
+        return np.minimum(np.maximum(self.tokens, self.terms), self.full)
+
     def fill(self, cap: float) -> None:
-        """Fill every row with what is left, the cheapest row first, none above the cap."""
+        """Fill rows that are not full with what is left, the cheapest first, none above the cap."""
         for row in np.argsort(self.cost):
-            if self.exchange(int(row), cap, 1e-9 * cap):  # it may bring a prompt: room for a sibling now?
-                self.exchange(int(row), cap, 1e-9 * cap)
+            for _ in range(2):  # what comes first may bring a prompt: is there room for a sibling now?
+                if self.filled()[row] == self.full or not self.exchange(int(row), cap, 1e-4 * self.work):
+                    break
 
     def worth(self) -> float:
-        """Work taken off the pool per time of the micro-batch, which is that of its most expensive row, and a
-        quarter of a row's share for what any micro-batch costs, whatever is in it."""
-        work = self.total - self.measure(self.members(POOL))[2]
-        return work / (self.cost.max() + 0.25 * self.total / self.row_count)
+        """Work taken off the pool per time of the micro-batch, that of its most expensive row, and by how
+        full rows are: whatever is in it, a micro-batch has costs of its own."""
+        work = self.work - self.measure(self.members(POOL))[2]
+        return work * float(self.filled().mean()) / float(self.cost.max())
 
     def lower_peak(self) -> None:
-        """Trim the most expensive rows by 1% and fill the others again, as long as it is worth it."""
+        """Trim the most expensive row by 1% and fill the others again, until it is within 1% of the mean or
+        that was not worth it twice."""
         nothing_left = not len(self.members(POOL))
-        while self.exchanges < MOST_EXCHANGES:
-            before = self.owner.copy(), self.tokens.copy(), self.terms.copy(), self.cost.copy()
-            worth, cap = self.worth(), 0.99 * self.cost.max()
-            trimmed = all([self.exchange(int(row), cap, -np.inf) for row in np.flatnonzero(self.cost > cap)])
-            if trimmed:
-                self.fill(cap)
-            if not trimmed or self.worth() <= worth or nothing_left and len(self.members(POOL)):
-                self.owner, self.tokens, self.terms, self.cost = before
-                return
+        best, plan, failures = self.worth(), self.state(), 0
+        while failures < 2 and self.cost.max() > 1.01 * self.cost.mean() and self.exchanges < MOST_EXCHANGES:
+            if not self.exchange(int(self.cost.argmax()), 0.99 * self.cost.max(), -np.inf):
+                break
+            self.fill(self.cost.max())
+            failures += 1
+            if self.worth() > best and not (nothing_left and len(self.members(POOL))):
+                best, plan, failures = self.worth(), self.state(), 0
+        self.owner, self.tokens, self.terms, self.cost = plan
+
+    def state(self):
+        return self.owner.copy(), self.tokens.copy(), self.terms.copy(), self.cost.copy()
 
     def spread(self) -> None:
         """Leave no row empty while another has samples to give away."""
-        while not self.tokens.all():
+        while len(empty := np.flatnonzero(self.tokens == 0)):
             several = np.bincount(self.owner[self.owner != POOL], minlength=self.row_count) > 1
             if not several.any():
                 return
             donor = int(np.where(several, self.cost, 0).argmax())
-            places, empty = self.members(donor), int(self.tokens.argmin())
-            self.give(places[len(places) // 2 :], empty)
-            self.give(places[: len(places) // 2], donor)
+            places = self.members(donor)
+            self.owner[places[len(places) // 2 :]] = empty[0]
+            for row in donor, empty[0]:
+                self.tokens[row], self.terms[row], self.cost[row] = self.measure(self.members(row))
+
+
+class _Blocks(NamedTuple):
+    """Runs here[start:end] that could be moved there. Each [blocks]."""
+
+    start: np.ndarray
+    end: np.ndarray
+    terms: np.ndarray
+    tokens_here: np.ndarray  # that `here` is rid of without it
+    tokens_there: np.ndarray  # that `there` gets with it
+    cost_here: np.ndarray
+    cost_there: np.ndarray
 
 
 # show: the trie of a row as text
