@@ -323,8 +323,9 @@ class Feed:
         window.add("sample/time_in_queue_s", [now - s.enqueued_at for s in samples])
         for name in ("sample/staleness_mean", "sample/staleness_max"):
             window.add(name, staleness)
+        versions = np.concatenate([*map(token_versions, samples), []])
         for name in ("sample/token_staleness_mean", "sample/token_staleness_max"):
-            window.add(name, [self.version - v for s in samples for v in token_versions(s)])
+            window.add(name, self.version - versions)
         for sample in samples:
             window.update({name: [value] for name, value in sample.metrics.items()})
         self.publish()
@@ -335,7 +336,8 @@ class Feed:
         self.open_forwarded += sum(unique)
         self.open_cost += sum(costs)
         window = self.window
-        silent = sum(row.unique_tokens - len(np.unique(row.position)) for row in rows)  # in no loss term
+        scored = [np.count_nonzero(np.diff(row.position)) + min(row.terms, 1) for row in rows]  # positions
+        silent = sum(unique) - sum(scored)  # tokens in no loss term
         window.add("batch/masked_token_frac", (silent, sum(unique)))
         window.add("batch/samples_per_row", [row.sample_count for row in rows])
         window.add("batch/row_tokens_mean", unique)
@@ -409,8 +411,8 @@ class Feed:
         )
 
 
-def token_versions(sample: Sample):
+def token_versions(sample: Sample) -> np.ndarray:
     """The version that made each trained token, as far as it is known."""
     if sample.token_version is None:
-        return [sample.version] * int(sample.trained.sum())
+        return np.full(int(sample.trained.sum()), sample.version)
     return sample.token_version[sample.trained]

@@ -28,6 +28,8 @@ from collections import deque
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
+
 import report
 from client import FIRST_NOTICE_S, Notice
 from options import describe
@@ -83,13 +85,13 @@ class Window:
             self.on_device.append((name, *members))
         elif isinstance(value, tuple):
             self.total(name, *value)
-        elif isinstance(value, list) or hasattr(value, "tolist") and getattr(value, "ndim", 0):
-            members = [float(v) for v in value if v is not None and not math.isnan(v)]
-            if rule(name) in ("max", "min"):
-                for member in members:
-                    self.extreme(name, member)
-            else:
-                self.total(name, math.fsum(members), 1 if rule(name) == "sum" else len(members))
+        elif isinstance(value, (list, np.ndarray)):  # every token of a step may be a member
+            members = np.asarray(value, dtype=float)
+            members = members[~np.isnan(members)]
+            if rule(name) not in ("max", "min"):
+                self.total(name, float(members.sum()), 1 if rule(name) == "sum" else len(members))
+            elif len(members):
+                self.extreme(name, float(members.max() if rule(name) == "max" else members.min()))
         elif value is None or math.isnan(value):
             if rule(name) == "mean":
                 self.total(name, 0.0, 0)  # measured, and nothing behind it
