@@ -259,19 +259,20 @@ def _row_indexer(shared, row_start):
             open_ends.pop()
         before.append(open_ends[-1] if open_ends else 0)
         open_ends.append(place)
-    jumps = [np.array(before)]  # [samples] each
-    while shared[jumps[-1]].any():
-        jumps.append(jumps[-1][jumps[-1]])
+    before, offset = np.array(before), row_start[:-1] - shared
+    jumps = [(before, shared[before])]  # [samples] each: to which sample, at what depth its tokens begin
+    while jumps[-1][1].any():
+        further = jumps[-1][0][jumps[-1][0]]
+        jumps.append((further, shared[further]))
 
     def row_index(place, depth):
-        offset = row_start[:-1] - shared
         index = offset.take(place) + depth
         above = np.flatnonzero(shared.take(place) > depth)
-        place, depth = place[above], depth[above]
-        for jump in reversed(jumps):
-            back = jump[place]
-            place = np.where(shared[back] > depth, back, place)
-        index[above] = np.where(depth < 0, -1, offset[jumps[0][place]] + depth)
+        for some in np.array_split(above, len(above) // 8192 + 1):  # what stays in the cache
+            at, down = place[some], depth[some]
+            for jump, begin in reversed(jumps):
+                np.copyto(at, jump.take(at), where=begin.take(at) > down)
+            index[some] = np.where(down < 0, -1, offset.take(before.take(at)) + down)
         return index
 
     return row_index
