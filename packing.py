@@ -38,6 +38,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flops import RowCost, pairs
+
 # Arrays with a row per token, and what stands in them where nothing was recorded.
 WIDE = {
     "topk_ids": (np.int32, -1),
@@ -62,9 +64,7 @@ class Sample:
     row_index: int  # row of the dataset
     rollout_id: int
     version: int  # oldest version of the weights that made any of its tokens
-    candidate_ids: tuple | None = (
-        None  # int32 values, int64 offsets [L+1]; an empty set is the whole vocabulary
-    )
+    candidate_ids: tuple | None = None  # int32 values, int64 offsets [L+1]; an empty set is all there are
     topk_ids: np.ndarray | None = None  # int32 [L, K], the sampler's K most likely, -1 = padding
     topk_logp: np.ndarray | None = None  # float32 [L, K], -inf = padding
     teacher_ids: np.ndarray | None = None  # int32 [L, K+1], -1 = padding
@@ -168,7 +168,8 @@ def pack(samples: list[Sample], share: bool = True) -> Row:
     the row. Raises ValueError for an empty list, an empty sample, arrays that differ in length, a trained
     first token.
     """
-    lengths = _check(samples)
+    _check(samples)
+    lengths = np.array([len(s.input_ids) for s in samples])
     starts = np.append(0, np.cumsum(lengths))  # [samples+1] of each sample among the tokens of all
     keys = [s.input_ids.tobytes() for s in samples] if share else range(len(samples))
     # By the bytes of the ids, one memcmp a comparison. Bytes do not sort as numbers do, but any total order
@@ -190,16 +191,18 @@ def pack(samples: list[Sample], share: bool = True) -> Row:
     sample = np.repeat(np.arange(len(samples)), np.diff(term_start))  # [M]
     at = token - starts.take(sample)  # [M] index in the sample
     position = row_index(np.argsort(order).take(sample), at - 1)  # [M]
-    segment_start, segment_parent = _segments(row_start, row_index(np.arange(len(samples)), shared - 1))
+    own_parent = row_index(
+        np.arange(len(samples)), shared - 1
+    )  # [samples] that each one's own tokens hang from
+    segment_start, segment_parent, segment_end = _segments(row_start, own_parent)
 
     # Stable, so terms of one position stay in the order of their samples. numpy sorts 16-bit keys by radix.
     by_position = np.argsort(position.astype(np.min_scalar_type(row_start[-1])), kind="stable")  # [M]
     token, sample = token.take(by_position), sample.take(by_position)
-    lengths = np.array(lengths)
     return Row(
         input_ids=np.concatenate(own, dtype=np.int64),
         position_ids=np.arange(row_start[-1]) - np.repeat(row_start[:-1] - shared, own_length),
-        subtree_end=np.repeat(_subtree_ends(segment_start, segment_parent), np.diff(segment_start)),
+        subtree_end=np.repeat(segment_end, np.diff(segment_start)),
         segment_start=segment_start,
         segment_parent=segment_parent,
         position=position.take(by_position),
@@ -211,7 +214,7 @@ def pack(samples: list[Sample], share: bool = True) -> Row:
         **_wide_lists(samples, at, term_start, by_position),
         sample_count=len(samples),
         raw_tokens=int(starts[-1]),
-        attention_pairs=int(_pairs(lengths).sum() - _pairs(shared).sum()),
+        attention_pairs=int(pairs(lengths).sum() - pairs(shared).sum()),
         max_depth=int(lengths.max()),
     )
 
@@ -224,25 +227,16 @@ def common_prefix(a, b) -> int:
     return first if n and differ[first] else n
 
 
-def _pairs(tokens):
-    """Attention pairs of so many tokens in a line: 1 + 2 + ... + tokens."""
-    return tokens * (tokens + 1) // 2
-
-
-def _check(samples: list[Sample]) -> list[int]:
-    """Lengths of the samples, or ValueError."""
+def _check(samples: list[Sample]) -> None:
     if not samples:
         raise ValueError("pack needs at least one sample: a rank never forwards an empty row")
-    lengths = [len(s.input_ids) for s in samples]
-    for s, length in zip(samples, lengths, strict=True):
-        if not length:
-            raise ValueError(f"rollout {s.rollout_id} of group {s.group_id} has a sample without tokens")
-        if not length == len(s.trained) == len(s.sampler_logp):
+    for s in samples:
+        if not 0 < len(s.input_ids) == len(s.trained) == len(s.sampler_logp):
+            sizes = f"{len(s.input_ids)}, {len(s.trained)} and {len(s.sampler_logp)}"
             raise ValueError(
-                f"rollout {s.rollout_id} of group {s.group_id}: input_ids, trained and sampler_logp have "
-                f"{length}, {len(s.trained)} and {len(s.sampler_logp)} entries"
+                f"rollout {s.rollout_id} of group {s.group_id}: input_ids, trained and sampler_logp have {sizes} "
+                "entries; they need one for each token, and a sample without tokens has no place in a row"
             )
-    return lengths
 
 
 def _row_indexer(shared, row_start):
@@ -278,31 +272,24 @@ def _row_indexer(shared, row_start):
     return row_index
 
 
-def _subtree_ends(segment_start, segment_parent):
-    """int32 [S]: where the last segment below each one ends. Children come after their parents."""
-    ends = segment_start[1:].tolist()
-    for segment, parent in reversed(list(enumerate(segment_parent.tolist()))):
-        if parent >= 0:
-            ends[parent] = max(ends[parent], ends[segment])
-    return np.array(ends, np.int32)
+def _segments(row_start, own_parent):
+    """Cut the row at roots and branches: int32 segment_start [S+1], segment_parent [S], and where the last
+    segment below each one ends [S].
 
-
-def _segments(row_start, parent):
-    """Cut the row at roots and branches: int32 segment_start [S+1] and segment_parent [S].
-
-    A sample's own tokens hang from `parent`. If something else hangs there too, each child starts a
-    segment; the first child is the token right after the parent, since the layout is depth first.
+    A token hangs from the one before it in the row, but the first own token of a sample from `own_parent`.
     """
+    parent = np.arange(-1, row_start[-1] - 1)  # [N]
     own = np.diff(row_start) > 0  # a duplicate or a strict prefix adds nothing
-    start, parent = row_start[:-1][own], parent[own]
-    hook, count = np.unique(parent, return_counts=True)
-    count += ~np.isin(hook + 1, start)  # the first child, where it is the same sample going on
-    branching = hook[(hook >= 0) & (count > 1)]
-    cut = np.isin(parent, branching) | (parent < 0)
-    starts, first = np.unique(np.append(start[cut], branching + 1), return_index=True)
-    above = np.append(parent[cut], branching)[first]
-    segment_parent = np.searchsorted(starts, above, side="right") - 1
-    return np.append(starts, row_start[-1]).astype(np.int32), segment_parent.astype(np.int32)
+    parent[row_start[:-1][own]] = own_parent[own]
+    children = np.bincount(parent + 1)  # of the root, then of each token
+    start = np.flatnonzero((children[parent + 1] > 1) | (parent < 0))
+    segment_parent = np.searchsorted(start, parent[start], side="right") - 1
+    start = np.append(start, row_start[-1])
+    ends = start[1:].tolist()
+    for segment, above in reversed(list(enumerate(segment_parent.tolist()))):  # children before their parents
+        if above >= 0:
+            ends[above] = max(ends[above], ends[segment])
+    return start.astype(np.int32), segment_parent.astype(np.int32), np.array(ends, np.int32)
 
 
 def _wide_lists(samples, at, term_start, by_position):
@@ -342,109 +329,6 @@ def _candidates(samples, token):
 
 
 # planner: which samples share a row
-
-
-@dataclass(frozen=True)
-class RowCost:
-    """FLOPs of one forward and backward of a row: token * N + pair * P + window_pair * P_window + term * U.
-
-    N unique tokens, P attention pairs of full layers, P_window those within `window` tokens of sliding
-    layers, U positions that score a term. The planner takes the number of terms for U, an upper bound.
-    """
-
-    token: float
-    pair: float
-    term: float = 0.0
-    window_pair: float = 0.0
-    window: int = 0
-    known: bool = True  # else only good to balance rows by: no FLOPs, so no MFU
-
-    def path(self, tokens):
-        """Cost of so many tokens in a line from a root (a number or an array), terms left out."""
-        inside = np.minimum(tokens, self.window)
-        in_window = _pairs(inside) + (tokens - inside) * self.window
-        return self.token * tokens + self.pair * _pairs(tokens) + self.window_pair * in_window
-
-    def row(self, row: Row) -> float:
-        """FLOPs of a packed row: what model FLOPs utilisation counts, and what rows are balanced by."""
-        windowed = (row.position_ids + 1).clip(max=self.window).sum()
-        scored = int((row.position[1:] != row.position[:-1]).sum()) + min(row.terms, 1)
-        full = self.token * row.unique_tokens + self.pair * row.attention_pairs
-        return float(full + self.window_pair * windowed + self.term * scored)
-
-
-KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")  # of layers
-# model types whose MLP is two matrices, which no field of a config says
-UNGATED = set(
-    "apertus arcee biogpt gpt2 gpt_neox jais2 nanochat nemotron opt persimmon phi starcoder2".split()
-)
-
-
-def row_cost_from_config(config) -> RowCost:
-    """RowCost of a transformers configuration; a multiply-add is 2 FLOPs, the backward twice the forward.
-
-    Forward, per unique token and layer: projections 2 E D (2 H + 2 G), H more heads where the output is
-    gated; MLP 6 E I (4 E I without a gate), or the active experts' and their router; Gated DeltaNet layers
-    have their projections, convolution and recurrence instead. Attention is 4 H D a pair, the head 2 V E a
-    term. A missing field counts as its usual default; what is no such model has an estimate that is not
-    `known`.
-    """
-    try:
-        return _row_cost(config)
-    except (TypeError, ValueError, ZeroDivisionError):  # a list of sizes, say, one for each layer
-        return RowCost(token=1.0, pair=1 / 4000, known=False)
-
-
-def _row_cost(config) -> RowCost:
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-
-    def read(*names, default=0):
-        values = (getattr(config, name, None) for name in names)
-        return next((value for value in values if value is not None), default)
-
-    layers = read("num_hidden_layers", default=1)
-    hidden = read("hidden_size", default=1)
-    heads = read("num_attention_heads", default=1)
-    kv_heads = read("num_key_value_heads", default=heads)
-    head_dim = read("head_dim", default=hidden // heads)
-    window = read("sliding_window", "attention_chunk_size")
-    kinds = read("layer_types", default=["sliding_attention" if window else "full_attention"] * layers)
-    linear = sum("linear" in kind for kind in kinds)
-    windowed = sum("sliding" in kind or "chunked" in kind for kind in kinds) if window else 0
-    family = str(read("model_type", default=""))  # these gate their output whether or not the file says so
-    gated = bool(read("attn_output_gate", default=family.startswith(("qwen3_next", "qwen3_5"))))
-    attention = 2 * hidden * head_dim * (2 * heads + 2 * kv_heads + gated * heads)
-
-    dense = (4 if family in UNGATED else 6) * hidden * read("intermediate_size", default=4 * hidden)
-    experts = read("num_experts", "num_local_experts", "n_routed_experts")
-    width = read("moe_intermediate_size", "intermediate_size", default=4 * hidden)
-    shared = read("shared_expert_intermediate_size", default=read("n_shared_experts") * width)
-    gate = bool(read("shared_expert_intermediate_size"))  # of the shared expert
-    sparse = 6 * hidden * (read("num_experts_per_tok", default=1) * width + shared)
-    sparse += 2 * hidden * (experts + gate)
-    step, first = read("decoder_sparse_step", default=1), read("first_k_dense_replace")
-    skipped = read("mlp_only_layers", default=[])
-    sparse_layers = [n for n in range(first, layers) if n not in skipped and (n + 1) % step == 0]
-    moe = len(sparse_layers) if experts else 0
-
-    key, value = read("linear_key_head_dim"), read("linear_value_head_dim")
-    key_heads, value_heads = read("linear_num_key_heads"), read("linear_num_value_heads")
-    mixed = 2 * key_heads * key + value_heads * value  # width of q, k and v together
-    delta = 2 * hidden * (mixed + value_heads * value + 2 * value_heads) + 2 * value_heads * value * hidden
-    delta += 2 * read("linear_conv_kernel_dim") * mixed + 7 * value_heads * key * value
-
-    named = all(map(read, ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")))
-    other = [kind for kind in kinds if kind not in KINDS] or read("kv_lora_rank")  # latent attention
-    token = (layers - linear) * attention + linear * delta + moe * sparse + (layers - moe) * dense
-    pair = 3 * 4 * heads * head_dim
-    return RowCost(
-        token=3.0 * token,
-        pair=float(pair * (layers - linear - windowed)),
-        term=6.0 * read("vocab_size") * hidden,
-        window_pair=float(pair * windowed),
-        window=window if windowed else 0,
-        known=named and not other and bool(read("intermediate_size", "moe_intermediate_size")),
-    )
 
 
 class Planner:
@@ -855,36 +739,27 @@ class _Blocks(NamedTuple):
 def draw(samples: list[Sample]) -> str:
     """The trie of a row as text: segments, their tokens, and the samples that run through each."""
     row = pack(samples)
-    children: dict[int, list[int]] = {}
-    for segment, parent in enumerate(row.segment_parent):
-        children.setdefault(int(parent), []).append(segment)
-    through: dict[int, list[int]] = {}
-    for i, sample in enumerate(samples):
-        at, depth = -1, 0
-        while depth < len(sample):
-            starts = {int(row.input_ids[row.segment_start[c]]): c for c in children[at]}
-            at = starts[int(sample.input_ids[depth])]
-            through.setdefault(at, []).append(i)
-            depth += int(row.segment_start[at + 1] - row.segment_start[at])
-    ratio = row.raw_tokens / row.unique_tokens
     lines = [
         f"{row.sample_count} samples, {row.raw_tokens} tokens -> {row.unique_tokens} unique (ratio "
-        f"{ratio:.2f}), {len(row.segment_parent)} segments, {row.terms} terms, {row.attention_pairs} pairs"
+        f"{row.raw_tokens / row.unique_tokens:.2f}), {len(row.segment_parent)} segments, {row.terms} terms, "
+        f"{row.attention_pairs} pairs"
     ]
 
-    def visit(segment: int, indent: str, is_last: bool) -> None:
-        start, end = int(row.segment_start[segment]), int(row.segment_start[segment + 1])
-        ids = [str(t) for t in row.input_ids[start:end]]
-        shown = " ".join(ids if len(ids) <= 8 else [*ids[:4], "...", *ids[-3:]])
-        who = ",".join(map(str, through[segment]))
-        branch = "└─" if is_last else "├─"
-        lines.append(f"{indent}{branch} {end - start} tokens [{start}:{end})  samples {who}:  {shown}")
-        below = children.get(segment, [])
-        for child in below:
-            visit(child, indent + ("   " if is_last else "│  "), child == below[-1])
+    def visit(parent: int, indent: str, through, depth: int) -> None:
+        below = np.flatnonzero(row.segment_parent == parent)
+        for segment in below:
+            start, end = row.segment_start[segment : segment + 2].tolist()
+            ids = row.input_ids[start:end].tolist()
+            who = [i for i in through if samples[i].input_ids[depth : depth + 1].tolist() == ids[:1]]
+            shown = map(str, ids if len(ids) <= 8 else [*ids[:4], "...", *ids[-3:]])
+            branch, below_it = ("└─", "   ") if segment == below[-1] else ("├─", "│  ")
+            names = ",".join(map(str, who))
+            lines.append(
+                f"{indent}{branch} {end - start} tokens [{start}:{end})  samples {names}:  {' '.join(shown)}"
+            )
+            visit(segment, indent + below_it, who, depth + end - start)
 
-    for root in children[-1]:
-        visit(root, "", root == children[-1][-1])
+    visit(-1, "", range(len(samples)), 0)
     return "\n".join(lines)
 
 

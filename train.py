@@ -44,6 +44,7 @@ import checkpoint
 from adapters import AdapterSync, choose
 from checkpoint import Progress, SaveError, Saver
 from feed import LEAVING, PREEMPTED, WAITING, Batch, Feed
+from flops import row_cost_from_config
 from generate import generate
 from head import head_of
 from loss import (
@@ -59,7 +60,7 @@ from loss import (
 )
 from metrics import Logger, Stopwatch, Window, peak_flops, term_metrics
 from options import OptionError, Options, check, describe, parse_or_exit
-from packing import Planner, Row, row_cost_from_config
+from packing import Planner, Row
 from process import RolloutProcess
 from recording import NoServers, Replay
 from start import (

@@ -31,7 +31,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from packing import Planner, RowCost, Sample, pack  # noqa: E402  (this script has the module's name)
+from flops import RowCost  # noqa: E402
+from packing import Planner, Sample, pack  # noqa: E402  (this script has the module's name)
 
 COST = RowCost(token=1.0, pair=1 / 4000)
 

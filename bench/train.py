@@ -15,7 +15,7 @@ collectives, metrics, the last checkpoint; ready-made groups in place of servers
 32768 tokens a step, so what it gains is tokens/s; the first steps, which compile, are left out. The last of
 those runs under the profiler, which names what the host waited for.
 
-The work ratio is the model FLOPs of the samples over those of the trie (packing.row_cost_from_config): the
+The work ratio is the model FLOPs of the samples over those of the trie (flops.row_cost_from_config): the
 most that sharing can save. MFU counts the FLOPs of the trie, recomputed ones not.
 """
 
@@ -43,11 +43,12 @@ from replay import ListRollouts, waits_of_a_step  # noqa: E402
 import attention  # noqa: E402
 import train as trainer  # noqa: E402
 from bench.attention import ROWS, groups  # noqa: E402
+from flops import row_cost_from_config  # noqa: E402
 from loss import Objective  # noqa: E402
 from memory import QWEN3, memory_of, qwen3  # noqa: E402
 from metrics import peak_flops, read_lines  # noqa: E402
 from options import Options  # noqa: E402
-from packing import Sample, pack, row_cost_from_config  # noqa: E402
+from packing import Sample, pack  # noqa: E402
 from recording import NoServers  # noqa: E402
 from start import checkpoint_layers, compile_layers, join_ranks, shard  # noqa: E402
 

@@ -34,7 +34,8 @@ from test_train import ROOT, gradients
 
 import attention
 from attention import delta, delta_kernels
-from packing import pack, row_cost_from_config
+from flops import row_cost_from_config
+from packing import pack
 from sync import sent_parameters
 
 REFERENCE = json.loads((DATA / "reference" / "gated_delta.json").read_text())

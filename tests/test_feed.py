@@ -11,8 +11,9 @@ import pytest
 from checkpoint import Progress
 from conversation import RolloutError
 from feed import LEAVING, WAITING, Feed
+from flops import RowCost
 from messages import TOO_OLD, DeathMessage, GroupMessage, MetricsMessage
-from packing import Planner, RowCost, Sample
+from packing import Planner, Sample
 
 
 class Producer:
