@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -222,9 +222,8 @@ def pack(samples: list[Sample], share: bool = True) -> Row:
 def common_prefix(a, b) -> int:
     """Number of leading tokens that two arrays or lists of ids share."""
     n = min(len(a), len(b))
-    differ = np.not_equal(a[:n], b[:n])
-    first = int(differ.argmax()) if n else 0
-    return first if n and differ[first] else n
+    first = np.not_equal(a[:n], b[:n]).tobytes().find(1)
+    return n if first < 0 else first
 
 
 def _check(samples: list[Sample]) -> None:
@@ -232,10 +231,10 @@ def _check(samples: list[Sample]) -> None:
         raise ValueError("pack needs at least one sample: a rank never forwards an empty row")
     for s in samples:
         if not 0 < len(s.input_ids) == len(s.trained) == len(s.sampler_logp):
-            sizes = f"{len(s.input_ids)}, {len(s.trained)} and {len(s.sampler_logp)}"
+            sizes = f"have {len(s.input_ids)}, {len(s.trained)} and {len(s.sampler_logp)} entries"
             raise ValueError(
-                f"rollout {s.rollout_id} of group {s.group_id}: input_ids, trained and sampler_logp have {sizes} "
-                "entries; they need one for each token, and a sample without tokens has no place in a row"
+                f"rollout {s.rollout_id} of group {s.group_id}: input_ids, trained and sampler_logp {sizes}; "
+                "they need one for each token, and a sample without tokens has no place in a row"
             )
 
 
@@ -415,28 +414,23 @@ class Planner:
         return self._deal() if self._held else None
 
     def _deal(self) -> list[list[Sample]]:
-        arrival = np.array([h.key[1] for h in self._held])
-        candidates = np.flatnonzero(arrival <= self._newest_candidate(arrival))
+        by_age = np.argsort([h.key[1] for h in self._held])
+        count = self.batch_samples
+        if count is None:  # about two micro-batches: a backlog is dealt out in turn
+            unique = np.array([h.tokens - h.shared for h in self._held])[by_age].cumsum()
+            count = int(np.searchsorted(unique, 2 * self.ranks * self.token_budget)) + 1
+        candidates = np.sort(by_age[:count])
         held = [self._held[k] for k in candidates]
         rows = _Plan(held, self._shared_within(candidates), self).rows()
         lists = [[held[k].sample for k in row] for row in rows]
         for h in held:
             h.waited += 1
-        gone = np.zeros(len(arrival), bool)
+        gone = np.zeros(len(by_age), bool)
         gone[candidates[np.concatenate(rows)]] = True
         self._let_go(gone)
         shortest = min((row for row in lists if row), key=lambda row: sum(map(len, row)))
         spare = [replace(s, trained=np.zeros_like(s.trained)) for s in shortest]
         return [row or spare for row in lists]
-
-    def _newest_candidate(self, arrival) -> int:
-        """The oldest samples, about two micro-batches, are dealt from: a backlog is dealt out in turn."""
-        by_age = np.argsort(arrival)
-        count = self.batch_samples
-        if count is None:
-            unique = np.array([h.tokens - h.shared for h in self._held])[by_age].cumsum()
-            count = int(np.searchsorted(unique, 2 * self.ranks * self.token_budget)) + 1
-        return arrival[by_age[:count][-1]]
 
     def _shared_within(self, some):
         """Prefix that each of `some` of the held shares with the one before it: the least one in between."""
@@ -479,7 +473,8 @@ MOST_BLOCKS = 128  # blocks of a row or of the pool that one attempt looks at
 class _Plan:
     """One micro-batch in the making. Samples are known by their place in the trie order of all candidates,
     0 .. S-1; `owner` [S] says which row has each, or that it is still in the pool. Places in an array
-    always ascend; a run of neighbours in it is given by its start and end.
+    always ascend; a run of neighbours in it is given by its start and end. A size is [3, ...]: unique
+    tokens, terms and cost.
 
     place      whole groups, the most expensive first, each into the row that it leaves cheapest
     fill       swap blocks (samples, parts of groups, nothing) of a row and the pool, to fill the row up
@@ -488,9 +483,8 @@ class _Plan:
 
     def __init__(self, held: list[_Held], shared, planner: Planner):
         self.row_count, self.budget, self.path = planner.ranks, planner.token_budget, planner.cost.path
-        self.sample_tokens = np.array([h.tokens for h in held])  # [S]
-        self.sample_terms = np.array([h.terms for h in held])  # [S]
-        self.sample_cost = self.path(self.sample_tokens) + planner.cost.term * self.sample_terms  # [S]
+        tokens, terms = np.array([h.tokens for h in held]), np.array([h.terms for h in held])
+        self.alone = np.stack([tokens, terms, self.path(tokens) + planner.cost.term * terms])  # [3, S]
         self.arrival = np.array([h.key[1] for h in held])  # [S]
         self.waited = np.array([h.waited for h in held])  # [S]
         self.group = np.array([h.sample.group_id for h in held])  # [S]
@@ -519,24 +513,17 @@ class _Plan:
         level = self.level[b - a]
         return np.minimum(self.minima[level, a + 2], self.minima[level, b + 2 - (1 << level)])
 
-    def measure(self, places) -> tuple[int, int, float]:
-        """Unique tokens, terms and cost of a row of these samples."""
-        shared = self.common(places[:-1], places[1:])
-        tokens = self.sample_tokens[places].sum() - shared.sum()
-        cost = self.sample_cost[places].sum() - self.path(shared).sum()
-        return int(tokens), int(self.sample_terms[places].sum()), float(cost)
+    def prefix(self, depth):
+        """Size of a prefix without terms."""
+        return np.stack([depth, np.zeros_like(depth), self.path(depth)])
 
-    def measure_runs(self, places, start, end):
-        """Unique tokens, terms and cost of each run places[start:end], alone in a row. Each [runs]."""
+    def measure(self, places, start=0, end=None):
+        """Size of a row of all `places`, or of each run places[start:end]."""
+        end = len(places) if end is None else end
         shared = np.append(0, self.common(places[:-1], places[1:]))
-
-        def total(of_samples, of_shared):  # less what each sample shares with the one before it in its run
-            before, inner = np.append(0, np.cumsum(of_samples)), np.cumsum(of_shared)
-            return before[end] - before[start] - (inner[end - 1] - inner[start])
-
-        tokens = total(self.sample_tokens[places], shared)
-        terms = total(self.sample_terms[places], np.zeros_like(shared))
-        return tokens, terms, total(self.sample_cost[places], self.path(shared))
+        before = np.cumsum(np.pad(self.alone[:, places], ((0, 0), (1, 0))), axis=1)
+        known = np.cumsum(self.prefix(shared), axis=1)  # each one's prefix that the one before it has
+        return before[:, end] - before[:, start] - (known[:, end - 1] - known[:, start])
 
     def known_depth(self, places, first, last):
         """Depth to which the rest of `places` has the path of each run of neighbours first .. last."""
@@ -556,9 +543,9 @@ class _Plan:
         if (self.owner[overdue] == POOL).any():
             self.place_in_turn()
         else:
-            for size in 1 / 8, 1 / 64:  # of a row's share
+            for share in 1 / 8, 1 / 64:
                 pool = self.members(POOL)
-                self.place(pool, self.pieces(pool, size))
+                self.place(pool, self.pieces(pool, share))
             self.fill(np.inf)
             self.lower_peak()
         self.spread()
@@ -568,27 +555,25 @@ class _Plan:
         return np.flatnonzero(self.owner == row)
 
     def empty_rows(self) -> None:
-        self.owner = np.full(len(self.sample_tokens), POOL)
-        self.tokens = np.zeros(self.row_count, int)
-        self.terms = np.zeros(self.row_count, int)
-        self.cost = np.zeros(self.row_count)
+        self.owner = np.full(self.alone.shape[1], POOL)
+        self.size = np.zeros((3, self.row_count))
+        self.cost = self.size[2]
 
     def group_starts(self, places):
         """Where the runs of samples of one group begin."""
         return np.flatnonzero(np.append(True, np.diff(self.group[places]) != 0)[: len(places)])
 
-    def pieces(self, places, size: float):
-        """Where to cut `places` into runs that rows can take: groups, or several up to `size` of a row's
-        share of the work, or equal parts of one that fits no row or exceeds a share."""
+    def pieces(self, places, share: float):
+        """Where to cut `places` into runs that rows can take: groups, or several up to a share of a row's
+        work, or equal parts of one that fits no row or would make it more expensive than others."""
         start = self.group_starts(places)
         end = np.append(start[1:], len(places))
-        tokens, terms, cost = self.measure_runs(places, start, end)
-        share = self.work / self.row_count
-        parts = np.ceil(np.maximum(np.maximum(tokens, terms) / self.budget, cost / (1.1 * share)))
-        columns = start, end - start, np.minimum(parts, end - start).astype(int), cost
+        size, work = self.measure(places, start, end), self.work / self.row_count
+        parts = np.ceil(np.maximum(size[:2].max(axis=0) / self.budget, size[2] / (1.1 * work)))
+        columns = start, end - start, np.minimum(parts, end - start).astype(int), size[2]
         cuts, piece = [], np.inf
         for first, count, parts, cost in zip(*(column.tolist() for column in columns), strict=True):
-            if parts > 1 or piece + cost > size * share:
+            if parts > 1 or piece + cost > share * work:
                 cuts += [first + count * part // parts for part in range(parts)]
                 piece = 0.0 if parts == 1 else np.inf
             piece += cost
@@ -601,19 +586,16 @@ class _Plan:
             return
         end = np.append(start[1:], len(places))
         first, last = places[start], places[end - 1]
-        tokens, terms, cost = self.measure_runs(places, start, end)
+        size = self.measure(places, start, end)  # [3, runs]
         waited = np.maximum.reduceat(self.waited[places], start)
         known = np.stack([self.known_depth(self.members(w), first, last) for w in range(self.row_count)])
-        for k in np.lexsort((-cost, -waited)):  # known [rows, runs]
-            fits = self.tokens + tokens[k] - known[:, k] <= self.budget
-            fits &= self.terms + terms[k] <= self.budget
-            total = np.where(fits, self.cost + cost[k] - self.path(known[:, k]), np.inf)
-            row = int(total.argmin())
+        for k in np.lexsort((-size[2], -waited)):  # known [rows, runs]
+            larger = self.size + size[:, k, None] - self.prefix(known[:, k])  # [3, rows]
+            fits = larger[:2].max(axis=0) <= self.budget
+            row = int(np.where(fits, larger[2], np.inf).argmin())
             if fits[row]:
                 self.owner[places[start[k] : end[k]]] = row
-                self.tokens[row] += tokens[k] - known[row, k]
-                self.terms[row] += terms[k]
-                self.cost[row] = total[row]
+                self.size[:, row] = larger[:, row]
                 earlier = np.minimum(last, last[k])
                 later = np.maximum(np.maximum(first, first[k]), earlier)  # no less, for the run itself
                 known[row] = np.maximum(known[row], self.common(earlier, later))
@@ -626,19 +608,27 @@ class _Plan:
             if self.owner[place] == POOL:
                 return
 
-    def blocks(self, here, there) -> _Blocks:
-        """What of `here` can be moved `there`: each sample, each group's first few, nothing (the last)."""
+    def blocks(self, here, there):
+        """What of `here` can be moved `there`: each sample, each group's first few, nothing (the last).
+
+        Start and end (a block is here[start:end]), and by how much `here` shrinks and `there` grows.
+        """
         at, group = np.arange(len(here)), self.group_starts(here)
         group = np.repeat(group, np.diff(np.append(group, len(here))))  # where that of each sample begins
         start, end = np.append(at, group[at > group]), np.append(at, at[at > group]) + 1
         if len(start) > MOST_BLOCKS:
             some = np.linspace(0, len(start) - 1, MOST_BLOCKS).astype(int)
             start, end = start[some], end[some]
-        tokens, terms, cost = self.measure_runs(here, start, end)
-        first, last = here[start], here[end - 1]
-        at_home, away = self.known_depth(here, first, last), self.known_depth(there, first, last)
-        sizes = tokens - at_home, tokens - away, cost - self.path(at_home), cost - self.path(away)
-        return _Blocks(*(np.append(column, 0) for column in (start, end, terms, *sizes)))
+        size, first, last = self.measure(here, start, end), here[start], here[end - 1]
+        shrinks = size - self.prefix(self.known_depth(here, first, last))
+        grows = size - self.prefix(self.known_depth(there, first, last))
+        nothing = np.zeros((3, 1))
+        return (
+            np.append(start, 0),
+            np.append(end, 0),
+            np.hstack([shrinks, nothing]),
+            np.hstack([grows, nothing]),
+        )
 
     def exchange(self, row: int, cap: float, least_gain: float) -> bool:
         """Swap the best blocks of the row and the pool, within budget and cap. A swap gains the work that it
@@ -647,36 +637,32 @@ class _Plan:
         mine, pool = self.members(row), self.members(POOL)
         if not len(pool) and least_gain > -np.inf:
             return False
-        out, into = self.blocks(mine, pool), self.blocks(pool, mine)
-        # [blocks of the row, blocks of the pool] each
-        tokens = self.tokens[row] + into.tokens_there - out.tokens_here[:, None]
-        terms = self.terms[row] + into.terms - out.terms[:, None]
-        cost = self.cost[row] + into.cost_there - out.cost_here[:, None]
-        size = np.maximum(tokens, terms)
-        fuller = np.minimum(size, self.full) - self.filled()[row]
-        gain = into.cost_here - out.cost_there[:, None] + self.fullness * fuller
-        gain[(size > self.budget) | (cost > cap)] = -np.inf
+        start, end, given, back = self.blocks(mine, pool)
+        enter, stop, taken, added = self.blocks(pool, mine)
+        size = self.size[:, row, None, None] + added[:, None] - given[:, :, None]  # [3, row's, pool's blocks]
+        gain = taken[2] - back[2, :, None] + self.fullness * (self.filled(size) - self.filled()[row])
+        gain[(size[:2].max(axis=0) > self.budget) | (size[2] > cap)] = -np.inf
         overdue = np.append(0, np.cumsum(self.waited[mine] >= MOST_WAITS))
-        gain[overdue[out.end] > overdue[out.start]] = -np.inf  # who has waited long stays
-        gain[out.end - out.start == len(mine), -1] = -np.inf  # a row never runs empty
+        gain[overdue[end] > overdue[start]] = -np.inf  # who has waited long stays
+        gain[end - start == len(mine), -1] = -np.inf  # a row never runs empty
         for _ in range(3):  # blocks of one group share in ways not counted here: measure before believing
-            a, b = divmod(int(gain.argmax()), gain.shape[1])
-            if not gain[a, b] > least_gain:
+            out, into = divmod(int(gain.argmax()), gain.shape[1])
+            if not gain[out, into] > least_gain:
                 return False
             before = self.owner.copy()
-            self.owner[mine[out.start[a] : out.end[a]]] = POOL
-            self.owner[pool[into.start[b] : into.end[b]]] = row
-            tokens, terms, cost = self.measure(self.members(row))
-            if max(tokens, terms) <= self.budget and cost <= cap:
-                self.tokens[row], self.terms[row], self.cost[row] = tokens, terms, cost
+            self.owner[mine[start[out] : end[out]]] = POOL
+            self.owner[pool[enter[into] : stop[into]]] = row
+            size = self.measure(self.members(row))
+            if max(size[:2]) <= self.budget and size[2] <= cap:
+                self.size[:, row] = size
                 return True
             self.owner = before
-            gain[a, b] = -np.inf
+            gain[out, into] = -np.inf
         return False
 
-    def filled(self):
-        """Tokens of each row, or terms where they are more, as far as they are worth anything. [rows]"""
-        return np.minimum(np.maximum(self.tokens, self.terms), self.full)
+    def filled(self, size=None):
+        """Tokens, or terms where they are more, as far as they are worth anything."""
+        return np.minimum((self.size if size is None else size)[:2].max(axis=0), self.full)
 
     def fill(self, cap: float) -> None:
         """Fill rows that are not full with what is left, the cheapest first, none above the cap."""
@@ -689,28 +675,25 @@ class _Plan:
         """Work taken off the pool per time of the micro-batch, that of its most expensive row, and by how
         full rows are: whatever is in it, a micro-batch has costs of its own."""
         work = self.work - self.measure(self.members(POOL))[2]
-        return work * float(self.filled().mean()) / float(self.cost.max())
+        return work * self.filled().mean() / self.cost.max()
 
     def lower_peak(self) -> None:
         """Trim the most expensive row by 1% and fill the others again, until it is within 1% of the mean or
         that was not worth it twice."""
         nothing_left = not len(self.members(POOL))
-        best, plan, failures = self.worth(), self.state(), 0
+        best, owner, size, failures = self.worth(), self.owner.copy(), self.size.copy(), 0
         while failures < 2 and self.cost.max() > 1.01 * self.cost.mean() and self.exchanges < MOST_EXCHANGES:
             if not self.exchange(int(self.cost.argmax()), 0.99 * self.cost.max(), -np.inf):
                 break
             self.fill(self.cost.max())
             failures += 1
             if self.worth() > best and not (nothing_left and len(self.members(POOL))):
-                best, plan, failures = self.worth(), self.state(), 0
-        self.owner, self.tokens, self.terms, self.cost = plan
-
-    def state(self):
-        return self.owner.copy(), self.tokens.copy(), self.terms.copy(), self.cost.copy()
+                best, owner, size, failures = self.worth(), self.owner.copy(), self.size.copy(), 0
+        self.owner, self.size[:] = owner, size
 
     def spread(self) -> None:
         """Leave no row empty while another has samples to give away."""
-        while len(empty := np.flatnonzero(self.tokens == 0)):
+        while len(empty := np.flatnonzero(self.size[0] == 0)):
             several = np.bincount(self.owner[self.owner != POOL], minlength=self.row_count) > 1
             if not several.any():
                 return
@@ -718,19 +701,7 @@ class _Plan:
             places = self.members(donor)
             self.owner[places[len(places) // 2 :]] = empty[0]
             for row in donor, empty[0]:
-                self.tokens[row], self.terms[row], self.cost[row] = self.measure(self.members(row))
-
-
-class _Blocks(NamedTuple):
-    """Runs here[start:end] that could be moved there. Each [blocks]."""
-
-    start: np.ndarray
-    end: np.ndarray
-    terms: np.ndarray
-    tokens_here: np.ndarray  # that `here` is rid of without it
-    tokens_there: np.ndarray  # that `there` gets with it
-    cost_here: np.ndarray
-    cost_there: np.ndarray
+                self.size[:, row] = self.measure(self.members(row))
 
 
 # show: the trie of a row as text
