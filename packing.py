@@ -140,12 +140,9 @@ class Row:
         device = torch.device(device)
         arrays = self.arrays()
         if device.type == "cpu":
-            return replace(
-                self, host=self, **{name: torch.from_numpy(array) for name, array in arrays.items()}
-            )
-        starts = np.cumsum(
-            [0] + [-(-a.nbytes // 16) * 16 for a in arrays.values()]
-        ).tolist()  # for vector loads
+            return replace(self, host=self, **{name: torch.from_numpy(a) for name, a in arrays.items()})
+        # each at a multiple of 16 bytes, for vector loads
+        starts = np.cumsum([0] + [-(-a.nbytes // 16) * 16 for a in arrays.values()]).tolist()
         staging = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
         for start, array in zip(starts, arrays.values(), strict=False):
             staging.numpy()[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
@@ -538,8 +535,6 @@ class _Plan:
         """Places of each row. Rows are empty only where there are fewer samples than rows."""
         overdue = np.flatnonzero(self.waited >= MOST_WAITS)
         self.place(overdue, self.pieces(overdue, 1 / 8))
-        left = overdue[self.owner[overdue] == POOL]
-        self.place(left, np.arange(len(left)))
         if (self.owner[overdue] == POOL).any():
             self.place_in_turn()
         else:
@@ -635,12 +630,10 @@ class _Plan:
         takes off the pool, and something for making the row fuller. False if none gains `least_gain`."""
         self.exchanges += 1
         mine, pool = self.members(row), self.members(POOL)
-        if not len(pool) and least_gain > -np.inf:
-            return False
         start, end, given, back = self.blocks(mine, pool)
         enter, stop, taken, added = self.blocks(pool, mine)
         size = self.size[:, row, None, None] + added[:, None] - given[:, :, None]  # [3, row's, pool's blocks]
-        gain = taken[2] - back[2, :, None] + self.fullness * (self.filled(size) - self.filled()[row])
+        gain = taken[2] - back[2, :, None] + self.fullness * (self.filled(size) - self.filled(self.size)[row])
         gain[(size[:2].max(axis=0) > self.budget) | (size[2] > cap)] = -np.inf
         overdue = np.append(0, np.cumsum(self.waited[mine] >= MOST_WAITS))
         gain[overdue[end] > overdue[start]] = -np.inf  # who has waited long stays
@@ -660,22 +653,21 @@ class _Plan:
             gain[out, into] = -np.inf
         return False
 
-    def filled(self, size=None):
+    def filled(self, size):
         """Tokens, or terms where they are more, as far as they are worth anything."""
-        return np.minimum((self.size if size is None else size)[:2].max(axis=0), self.full)
+        return np.minimum(size[:2].max(axis=0), self.full)
 
     def fill(self, cap: float) -> None:
         """Fill rows that are not full with what is left, the cheapest first, none above the cap."""
         for row in np.argsort(self.cost):
-            for _ in range(2):  # what comes first may bring a prompt: is there room for a sibling now?
-                if self.filled()[row] == self.full or not self.exchange(int(row), cap, 1e-4 * self.work):
-                    break
+            if self.filled(self.size)[row] < self.full:
+                self.exchange(int(row), cap, 1e-4 * self.work)
 
     def worth(self) -> float:
         """Work taken off the pool per time of the micro-batch, that of its most expensive row, and by how
         full rows are: whatever is in it, a micro-batch has costs of its own."""
         work = self.work - self.measure(self.members(POOL))[2]
-        return work * self.filled().mean() / self.cost.max()
+        return work * self.filled(self.size).mean() / self.cost.max()
 
     def lower_peak(self) -> None:
         """Trim the most expensive row by 1% and fill the others again, until it is within 1% of the mean or
