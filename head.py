@@ -173,8 +173,8 @@ def operand_dtype(hidden: torch.Tensor) -> torch.dtype:
 
 
 def plan_chunks(host, rows: int) -> tuple[int, list[Chunk]]:
-    """How many positions of a numpy row carry a term, and chunks of at most `rows` of them: whole tiles, and
-    as many in each as possible (the last may have fewer)."""
+    """How many positions of a numpy row carry a term, and chunks of at most `rows` of them: whole tiles, as
+    many in one as in another but for the last."""
     first = np.flatnonzero(np.diff(host.position, prepend=-1))  # [U], the first term of each
     count = max(1, -(-len(first) // rows))  # no term at all: one empty chunk, and nothing is a special case
     size = min(rows, -(-len(first) // (count * TILE)) * TILE)
