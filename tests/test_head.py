@@ -190,14 +190,10 @@ def test_no_tensor_of_terms_by_vocabulary_is_made_or_saved(objective, monkeypatc
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "bias"])
 def test_what_needs_no_gradient_gets_none(frozen):
     hidden, head, row = random_problem(8)
-    expected = dict(
-        zip(
-            ("hidden", "weight", "bias"),
-            gradients(row_loss(hidden, head, row, GRPO, 1.0)[0], hidden, head),
-            strict=True,
-        )
-    )
     parts = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
+    expected = dict(
+        zip(parts, gradients(row_loss(hidden, head, row, GRPO, 1.0)[0], hidden, head), strict=True)
+    )
     parts[frozen] = parts[frozen].detach()
     row_loss(parts["hidden"], Head(parts["weight"], parts["bias"]), row, GRPO, 1.0)[0].backward()
     assert parts.pop(frozen).grad is None
