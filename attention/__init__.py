@@ -24,6 +24,7 @@ one that sampled. And no layer ever falls back to ordinary attention when the in
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import count
@@ -65,7 +66,7 @@ class Index:
         self.length = length  # N
         self.plan = plan
         self.attend = attend
-        self.gradients = gradients  # of the backend; None = by differentiating `attend` once more
+        self.gradients = gradients  # the backward of `attend`, for compiled layers
         self.recurrence = recurrence  # delta.Plan, for layers that carry a state along
         self.number = torch.tensor(next(_numbers))  # int64, on the CPU
         _indices[int(self.number)] = self
@@ -103,7 +104,7 @@ def _index(subtree_end, position_ids: torch.Tensor, backend: str = "auto", longe
     if backend == "auto":
         return Index(len(subtree_end), plan, _attend_fastest, recurrence, _gradients_fastest)
     module = _module(backend)
-    return Index(len(subtree_end), plan, module.attend, recurrence, getattr(module, "gradients", None))
+    return Index(len(subtree_end), plan, module.attend, recurrence, _gradients(module))
 
 
 def _module(backend: str):
@@ -129,11 +130,22 @@ def _attend_fastest(query, key, value, plan, scale, window=None, **options):
 def _gradients_fastest(doutput, query, key, value, output, lse, plan, scale, window=None, **options):
     """Backward of `_attend_fastest`."""
     module = _fastest(query, key, value, scale, window)
-    if not hasattr(module, "gradients"):
-        rest = (query, key, value, plan, scale)
-        return _differentiated(module.attend, doutput, *rest, window=window, **options)
-    rest = (output, lse, plan, scale)
-    return module.gradients(doutput, query, key, value, *rest, window=window, **options)
+    rest = (output, lse, plan, scale, window)
+    return _gradients(module)(doutput, query, key, value, *rest, **options)
+
+
+def _gradients(module) -> Callable:
+    """The backward of a backend's `attend` from what it returned, or by a second forward."""
+    return getattr(module, "gradients", None) or partial(_differentiated, module.attend)
+
+
+def _differentiated(attend, doutput, query, key, value, output, lse, plan, scale, window, sinks, **options):
+    """An operator runs with autograd switched off below it: not here."""
+    autograd = torch._C.DispatchKey.AutogradFunctionality
+    with torch._C._SetExcludeDispatchKeyGuard(autograd, False), torch.enable_grad():
+        leaves = [None if x is None else x.detach().requires_grad_() for x in (query, key, value, sinks)]
+        output = attend(*leaves[:3], plan, scale, window, sinks=leaves[3], **options)
+    return torch.autograd.grad(output, [leaf for leaf in leaves if leaf is not None], doutput)
 
 
 def tree_attention(
@@ -239,11 +251,8 @@ def _attend_backward(
 ) -> list[torch.Tensor]:
     """Gradients by query, key, value, and sinks where there are some."""
     index = _find(number, query)
-    options = {"window": window, "softcap": softcap, "sinks": sinks}
-    if index.gradients:
-        found = index.gradients(doutput, query, key, value, output, lse, index.plan, scale, **options)
-    else:
-        found = _differentiated(index.attend, doutput, query, key, value, index.plan, scale, **options)
+    rest = (output, lse, index.plan, scale, window)
+    found = index.gradients(doutput, query, key, value, *rest, softcap=softcap, sinks=sinks)
     return [gradient.contiguous() for gradient in found if gradient is not None]
 
 
@@ -251,15 +260,6 @@ def _attend_backward(
 def _(doutput, query, key, value, sinks, output, lse, number, scale, window, softcap):
     wanted = [query, key, value] + ([] if sinks is None else [sinks])
     return [tensor.new_empty(tensor.shape) for tensor in wanted]
-
-
-def _differentiated(attend, doutput, query, key, value, plan, scale, sinks, **options):
-    """Gradients from a second forward. An operator runs with autograd switched off below it: not here."""
-    autograd = torch._C.DispatchKey.AutogradFunctionality
-    with torch._C._SetExcludeDispatchKeyGuard(autograd, False), torch.enable_grad():
-        leaves = [None if x is None else x.detach().requires_grad_() for x in (query, key, value, sinks)]
-        output = attend(*leaves[:3], plan, scale, sinks=leaves[3], **options)
-    return torch.autograd.grad(output, [leaf for leaf in leaves if leaf is not None], doutput)
 
 
 def _save(ctx, inputs, output) -> None:
