@@ -462,8 +462,8 @@ POOL = -1
 CHOICE = 1.25  # micro-batches held, to choose one from
 MOST_WAITS = 2  # micro-batches a sample may see leave without it; then it goes first
 FULL = 0.98  # of the budget: more is worth nothing
-FULLNESS = 2.0  # what a token is worth by which a row gets fuller, in costs of an average token
-MOST_EXCHANGES = 64  # attempts to improve one micro-batch, about 0.2 ms each
+FULLNESS = 1.6  # what a token is worth by which a row gets fuller, in costs of an average token
+MOST_EXCHANGES = 80  # attempts to improve one micro-batch, about 0.2 ms each
 MOST_BLOCKS = 128  # blocks of a row or of the pool that one attempt looks at
 
 
@@ -671,10 +671,10 @@ class _Plan:
 
     def lower_peak(self) -> None:
         """Trim the most expensive row by 1% and fill the others again, until it is within 1% of the mean or
-        that was not worth it twice."""
+        that was not worth it three times."""
         nothing_left = not len(self.members(POOL))
         best, owner, size, failures = self.worth(), self.owner.copy(), self.size.copy(), 0
-        while failures < 2 and self.cost.max() > 1.01 * self.cost.mean() and self.exchanges < MOST_EXCHANGES:
+        while failures < 3 and self.cost.max() > 1.01 * self.cost.mean() and self.exchanges < MOST_EXCHANGES:
             if not self.exchange(int(self.cost.argmax()), 0.99 * self.cost.max(), -np.inf):
                 break
             self.fill(self.cost.max())
