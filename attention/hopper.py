@@ -39,6 +39,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from attention.tree import Meetings, meetings
+
 TILE = 128  # rows of a tile (of dQ and the forward), keys of a block (of dK and dV): 64 for each warp group
 FORWARD_BLOCK, FORWARD_STAGES = 128, 2
 QUERY_BLOCK, QUERY_STAGES = 64, 3
@@ -62,7 +64,7 @@ def fold(query, key) -> int:
     return min(repeat & -repeat, 16)
 
 
-def forward(query, key, value, output, lse, sinks, plan, scale, window, softcap, meetings) -> None:
+def forward(query, key, value, output, lse, sinks, plan, scale, window, softcap) -> None:
     """Fills `output` [N, H, Dv] and `lse` [N, H]. `query` [N, H, D], `key` and `value` [N, G, D or Dv]."""
     folded, size = fold(query, key), _padded(query, value)
     tiles = meetings(plan, "tile", query.shape[1] // folded, TILE, FORWARD_BLOCK, folded, window)
@@ -76,8 +78,7 @@ def forward(query, key, value, output, lse, sinks, plan, scale, window, softcap,
 
 
 def backward(
-    query, key, value, output, doutput, lse, dlse, dquery, dkey, dvalue,
-    plan, scale, window, softcap, meetings,
+    query, key, value, output, doutput, lse, dlse, dquery, dkey, dvalue, plan, scale, window, softcap
 ) -> tuple:  # fmt: skip
     """Fills the gradients of q, k and v, alike them. Returns what _fold of tree.py makes of lse and dlse."""
     folded, size = fold(query, key), _padded(query, value)
@@ -119,9 +120,9 @@ def _line(tensor) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, KEY_TILE], layout)
 
 
-def _rule(plan, meetings, window) -> tuple:
+def _rule(plan, lists: Meetings, window) -> tuple:
     """What every kernel knows about visibility: END, DEPTH, WORK, OTHER, N, window."""
-    return plan.subtree_end, plan.depth, meetings.work, meetings.other, len(plan.subtree_end), window or 0
+    return plan.subtree_end, plan.depth, lists.work, lists.other, len(plan.subtree_end), window or 0
 
 
 def _factors(scale, softcap) -> tuple:

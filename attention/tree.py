@@ -255,7 +255,7 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, sinks, output, lse)
         fast = _hopper(query, value)
         if fast:
-            fast.forward(query, key, value, output, lse, sinks, *ctx.options, meetings)
+            fast.forward(query, key, value, output, lse, sinks, *ctx.options)
         else:
             _launch("forward", _forward, ctx.options, (query, key, value), (output, lse, sinks))
         return output, lse
@@ -281,7 +281,7 @@ def gradients(
     with torch.cuda.device_of(query):
         if fast:
             given, found = (query, key, value, output, doutput, lse, dlse), (dquery, dkey, dvalue)
-            lse, delta = fast.backward(*given, *found, *options, meetings)  # [F, R padded] each
+            lse, delta = fast.backward(*given, *found, *options)  # [F, R padded] each
         else:
             lse, delta = _folded(output, doutput, lse, dlse, query.shape[1] // key.shape[1])  # the same
             strided = (query, key, value, doutput)
