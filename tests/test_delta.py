@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -459,8 +460,21 @@ def test_two_ranks_give_a_hybrid_the_gradients_of_one(saved_hybrid, tmp_path):
         assert (shared[name] - gradient).norm() < 1e-4 * gradient.norm(), name
 
 
-def test_sent_parameters_have_the_names_of_the_checkpoint(tmp_path):
-    model = hybrid("Qwen3_5Text", torch.float32)
+def vision_language(family, dtype):
+    rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[1, 1, 0])
+    config = getattr(transformers, f"{family}Config")(
+        text_config=TINY | HYBRIDS[f"{family}Text"] | {"rope_parameters": rope},
+        vision_config=dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32),
+    )
+    attention.register()
+    torch.manual_seed(0)
+    kind = getattr(transformers, f"{family}ForConditionalGeneration")
+    return kind._from_config(config, attn_implementation="tree", dtype=dtype)
+
+
+@pytest.mark.parametrize("make", [partial(hybrid, "Qwen3_5Text"), partial(vision_language, "Qwen3_5")])
+def test_sent_parameters_have_the_names_of_the_checkpoint(make, tmp_path):
+    model = make(torch.float32)
     model.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as saved:
         names = set(saved.keys())
@@ -469,20 +483,7 @@ def test_sent_parameters_have_the_names_of_the_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3_5Moe"])
 def test_the_text_of_a_vision_language_wrapper_trains_on_tries(family):
-    rope = {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "partial_rotary_factor": 0.5,
-        "mrope_section": [1, 1, 0],
-    }
-    config = getattr(transformers, f"{family}Config")(
-        text_config=TINY | HYBRIDS[f"{family}Text"] | {"rope_parameters": rope},
-        vision_config=dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32),
-    )
-    attention.register()
-    torch.manual_seed(0)
-    kind = getattr(transformers, f"{family}ForConditionalGeneration")
-    model = kind._from_config(config, attn_implementation="tree", dtype=torch.float64)
+    model = vision_language(family, torch.float64)
     model.set_experts_implementation("eager")
     attention.check(model)
     assert_row_equals_separate(model, random_samples(1, longest=16), rtol=1e-5, atol=1e-5)
