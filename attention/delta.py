@@ -204,7 +204,7 @@ def recur(q, k, v, g, beta, normalise: bool, plan: Plan):
 
     q is scaled by K^-1/2, after q and k are divided by their length where `normalise` asks for it.
     """
-    if normalise and not plan.plain and delta_kernels.usable(v) and max(q.shape[2], v.shape[2]) <= 256:
+    if normalise and not plan.plain and delta_kernels.usable(v) and q.shape[2] <= 256:
         return delta_kernels.recur(q, k, v, g, beta, plan(delta_kernels.layout_of))
     exact = torch.promote_types(v.dtype, torch.float32)
     with torch.autocast(v.device.type, enabled=False):

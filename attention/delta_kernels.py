@@ -29,12 +29,13 @@ import torch
 import torch.nn.functional as F
 
 CHUNK = 64  # tokens, what the kernels are tuned for
+SHORTEST = 256  # tokens of a row; the check at start has rows of 16
 LOG2E = math.log2(math.e)  # they take decays to base 2
 
 # What is used of the package, by its names of version 0.6.
 FLA = {
-    "norm": "fla.modules.norm.l2norm.l2norm_fwd",
-    "norm_back": "fla.modules.norm.l2norm.l2norm_bwd",
+    "norm": "fla.modules.norm.l2norm.l2norm_fwd_kernel",
+    "norm_back": "fla.modules.norm.l2norm.l2norm_bwd_kernel",
     "cumsum": "fla.ops.utils.chunk_local_cumsum",
     "solve": "fla.ops.gated_delta_rule.chunk_fwd.chunk_gated_delta_rule_fwd_intra",
     "solved": "fla.ops.gated_delta_rule.wy_fast.recompute_w_u_fwd",
@@ -79,8 +80,12 @@ def _for_wide_heads(function):
 
 
 def usable(x) -> bool:
-    """Whether the package is installed and made for the tensor."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and _fla() is not None
+    """Whether the package is installed and made for `x` [N, H, V].
+
+    Its kernels time their configurations when they first run and stay with what won: no short row may decide.
+    """
+    made_for = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.shape[2] <= 256
+    return made_for and _fla() is not None and len(x) >= SHORTEST
 
 
 def layout_of(segments, device) -> SimpleNamespace:
@@ -137,7 +142,7 @@ class Recur(torch.autograd.Function):
     def forward(ctx, q, k, v, g, beta, scale, layout):
         fla = _fla()
         where = dict(cu_seqlens=layout.start, chunk_indices=layout.chunks)
-        (q, q_size), (k, k_size) = fla.norm(q), fla.norm(k)
+        (q, q_size), (k, k_size) = _norm(q), _norm(k)
         g = fla.cumsum(g, chunk_size=CHUNK, scale=LOG2E, **where)
         w, u, inverse = fla.solve(k=k, v=v, g=g, beta=beta, **where)
         h, rest = _states(k, w, u, g, layout)
@@ -163,8 +168,28 @@ class Recur(torch.autograd.Function):
             k=k, v=v, beta=beta, g=g, A=inverse, dw=dw, du=drest, **where
         )
         dg = fla.cumsum(dg.add_(dg_solve), chunk_size=CHUNK, reverse=True, **where)
-        dq, dk = fla.norm_back(q, q_size, dq), fla.norm_back(k, k_size, dk.add_(dk_solve))
-        return dq.to(q), dk.to(k), dv.to(v), dg, dbeta.to(beta), None, None
+        dq, dk = _norm_back(q, q_size, dq), _norm_back(k, k_size, dk.add_(dk_solve))
+        return dq, dk, dv.to(v), dg, dbeta.to(beta), None, None
+
+
+def _norm(x) -> tuple:
+    """`x` over its lengths, and 1 / lengths."""
+    y, size = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    _launch_norm(_fla().norm, size, x=x, y=y)
+    return y, size
+
+
+def _norm_back(y, size, dy):
+    dx = torch.empty_like(y)
+    _launch_norm(_fla().norm_back, size, y=y, dy=dy, dx=dx)
+    return dx
+
+
+def _launch_norm(kernel, size, **rows) -> None:
+    """Without the package's own NB, which has the kernels tuned anew for every 2,048 tokens more of a row."""
+    width, count = rows["y"].shape[-1], size.numel()
+    sizes = dict(T=count, D=width, BD=1 << (width - 1).bit_length(), NB=1)
+    kernel[lambda meta: (-(-count // meta["BT"]),)](**rows, rstd=size, eps=1e-6, **sizes)
 
 
 def _sizes(k, v) -> dict:
