@@ -321,7 +321,8 @@ LONG = [
 
 @kernels
 @pytest.mark.parametrize("heads", [(16, 32, 128), (4, 4, 128), (2, 4, 256), (2, 4, 64)])
-def test_kernels_are_as_close_to_float64_as_the_package_on_each_path(heads):
+def test_kernels_are_as_close_to_float64_as_the_package_on_each_path(heads, monkeypatch):
+    monkeypatch.setattr(delta_kernels, "SHORTEST", 0)
     torch.manual_seed(0)
     groups, values, size = heads
     length = len(pack([make_sample(ids) for ids in LONG]).input_ids)
