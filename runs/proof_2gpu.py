@@ -5,7 +5,8 @@
 Trains sums (tasks/sums.py) in several runs at once: their trainers share GPU 0, each has a vLLM server on
 GPU 1, so their speeds compare with one another and with nothing else. A line is printed per run and 20
 steps, as they come; after --seconds everything is ended. Other options are handed to train.py.
-`python tools/smollm2.py` makes a small MODEL. The GPUs are the first two of CUDA_VISIBLE_DEVICES.
+`python tools/smollm2.py` makes a small MODEL. The GPUs are the first two of CUDA_VISIBLE_DEVICES;
+where it names one alone that does for all, and vLLM needs tools/vllm_gloo.
 """
 
 import argparse
@@ -26,10 +27,10 @@ RUNS = {
     "in turn": ["--overlap", "false"],
     "side by side": ["--share_prefixes", "false"],
 }
-COMMON = """--task tasks/sums.py --eval_dataset tasks/sums.py:held_out --eval_steps 50 --num_generations 8
-    --max_completion_length 48 --token_budget 0 --per_device_train_batch_size 128 --max_staleness 4
+COMMON = """--task tasks/sums.py --eval_dataset tasks/sums.py:held_out --eval_steps 100 --num_generations 8
+    --max_completion_length 48 --token_budget 0 --per_device_train_batch_size 64 --max_staleness 4
     --learning_rate 1e-5 --seed 1 --compile false --save_steps 0"""
-SERVER = """--host 127.0.0.1 --weight-transfer-config {"backend":"nccl"} --logprobs-mode processed_logprobs
+SERVER = """--host 127.0.0.1 --logprobs-mode processed_logprobs
     --max-logprobs 64 --generation-config vllm --max-model-len 512 --max-num-seqs 128
     --max-num-batched-tokens 2048 --gpu-memory-utilization 0.05 --kv-cache-memory-bytes 2000000000
     --enforce-eager"""
@@ -54,6 +55,10 @@ SHOWN = {  # of a window of steps, means
 }
 
 
+def gpus() -> list[str]:
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
+
+
 class Trial:
     """A run and its server."""
 
@@ -63,7 +68,9 @@ class Trial:
         self.folder.mkdir(parents=True)
         self.port = 8100 + number
         server = ["vllm", "serve", str(arguments.model), "--port", str(self.port), *SERVER.split()]
-        self.server = self.start("server", server, 1, {"VLLM_SERVER_DEV_MODE": "1"})
+        backend = "nccl" if len(gpus()) > 1 else "gloo"
+        server += ["--weight-transfer-config", json.dumps({"backend": backend})]
+        self.server = self.start("server", server, -1, {"VLLM_SERVER_DEV_MODE": "1"})
 
     def train(self, arguments) -> None:
         common = [*COMMON.split(), "--max_steps", str(arguments.steps), *arguments.others]
@@ -73,8 +80,7 @@ class Trial:
 
     def start(self, what: str, words: list[str], gpu: int, settings: dict) -> subprocess.Popen:
         log = (self.folder / f"{what}.log").open("w")
-        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[gpu], **settings}
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus()[gpu], **settings}
         return subprocess.Popen(
             words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
