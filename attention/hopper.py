@@ -235,7 +235,6 @@ def _forward_step(
 ):  # fmt: skip
     """Scores of block n while block n - 1 is added to the output."""
     k_full, v_full, k_empty, v_empty = bars
-    END, DEPTH, OTHER, N, window = rule
     BLOCK: gl.constexpr = k_s.shape[1]
     SIZE: gl.constexpr = k_s.shape[3]
     now, last = n % STAGES, (n - 1) % STAGES
@@ -392,7 +391,6 @@ def _query_step(
     LAYOUT: gl.constexpr, LAYOUT_DQ: gl.constexpr,
 ):  # fmt: skip
     k_full, v_full, empty = bars
-    END, DEPTH, OTHER, N, window = rule
     BLOCK: gl.constexpr = k_s.shape[1]
     SIZE: gl.constexpr = k_s.shape[3]
     now, phase = n % STAGES, (n // STAGES) & 1
@@ -541,7 +539,6 @@ def _key_step(
 ):  # fmt: skip
     k_s, v_s, q_s, do_s, lse_s, delta_s = buffers
     q_full, do_full, empty = bars
-    END, DEPTH, OTHER, N, window = rule
     SIZE: gl.constexpr = k_s.shape[3]
     now, phase = n % STAGES, (n // STAGES) & 1
     q = q_s.index(now).reshape([64, SIZE])
