@@ -118,7 +118,7 @@ class Feed:
                 return word
             at_rest = self.rollouts.held and self.rollouts.queue.empty()
             ready = self.overlap or self.open_tokens or at_rest
-            if ready and (batch := self.pop()) is not None:
+            if ready and (batch := self.planner.pop()) is not None:
                 return batch
             if self.ended():
                 return self.planner.flush()
@@ -141,13 +141,9 @@ class Feed:
         if word := self.leaving():
             return word
         self.expect(version)
-        while (batch := self.pop()) is None and self.receive_one(patience=0.0):
+        while (batch := self.planner.pop()) is None and self.receive_one(patience=0.0):
             pass
         return WAITING if batch is None else batch
-
-    def pop(self):
-        """A micro-batch, or None. The planner wants more to choose among, but nobody waits for that."""
-        return self.planner.pop(patient=not self.rollouts.queue.empty())
 
     def receive_one(self, patience: float = 0.1) -> bool:
         """Take one message; False when there is none within `patience` seconds."""

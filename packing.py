@@ -396,15 +396,15 @@ class Planner:
 
     def evict(self, unwanted) -> list[Sample]:
         """Give back the samples for which `unwanted(sample)`; the others are held on."""
-        return self._let_go(np.array([unwanted(h.sample) for h in self._held], bool))
+        gone = np.array([unwanted(h.sample) for h in self._held], bool)
+        return self._let_go(gone) if gone.any() else []
 
-    def pop(self, patient: bool = True) -> list[list[Sample]] | None:
-        """A micro-batch, one list of samples per rank, or None as long as more samples are wanted: a quarter
-        more than fill it, to choose among; without patience as many as fill it."""
+    def pop(self) -> list[list[Sample]] | None:
+        """A micro-batch, one list of samples per rank, or None as long as more samples are wanted."""
         if self.batch_samples:
             return self._deal() if len(self._held) >= self.batch_samples else None
-        enough = (CHOICE if patient else 1) * self.ranks * self.token_budget
-        return self._deal() if max(self._unique, self._terms) >= enough else None
+        enough = max(self._unique, self._terms) >= self.ranks * self.token_budget
+        return self._deal() if enough else None
 
     def flush(self) -> list[list[Sample]] | None:
         """A micro-batch from whatever is held, None when nothing is."""
@@ -459,10 +459,9 @@ class _Held:
 
 
 POOL = -1
-CHOICE = 1.25  # micro-batches held, to choose one from
 MOST_WAITS = 2  # micro-batches a sample may see leave without it; then it goes first
 FULL = 0.98  # of the budget: more is worth nothing
-FULLNESS = 1.6  # what a token is worth by which a row gets fuller, in costs of an average token
+FULLNESS = 1.25  # what a token is worth by which a row gets fuller, in costs of an average token
 MOST_EXCHANGES = 80  # attempts to improve one micro-batch, about 0.2 ms each
 MOST_BLOCKS = 128  # blocks of a row or of the pool that one attempt looks at
 

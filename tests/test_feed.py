@@ -95,15 +95,6 @@ def test_every_sample_is_planned_once_and_the_stream_ends():
     assert feed.progress.position == 6 and not feed.progress.beyond
 
 
-def test_the_planner_chooses_among_what_is_at_hand_and_nobody_waits_for_more():
-    producer = Producer(group(0, size=6), group(1, size=6))
-    feed = feed_of(producer)  # a group fills a row
-    assert isinstance(take(feed, 0.3), list)
-    assert producer.queue.empty() and feed.planner.held_tokens == 20
-    assert isinstance(take(feed, 0.3), list), "a row is full, and nothing more is at hand"
-    assert feed.planner.held_tokens == 0
-
-
 def test_empty_is_not_finished():
     feed = feed_of(Producer(group(0, size=6)), budget=100)
     assert take(feed, 0.3) == WAITING

@@ -382,7 +382,7 @@ def check_rows(rows, ranks, budget, share):
             assert packed.unique_tokens <= budget and packed.terms <= budget
 
 
-def run_planner(planner, groups, share=True, patient=True):
+def run_planner(planner, groups, share=True):
     """Feed groups, pop after each, flush at the end: micro-batches, and how often each was overtaken."""
     batches, held, overtaken, arrival = [], {}, Counter(), {}
 
@@ -402,7 +402,7 @@ def run_planner(planner, groups, share=True, patient=True):
             if planner.add(s):
                 held[id(s)] = s
                 arrival[id(s)] = len(arrival)
-        while (rows := planner.pop(patient)) is not None:
+        while (rows := planner.pop()) is not None:
             dealt(rows)
     while (rows := planner.flush()) is not None:
         dealt(rows)
@@ -424,13 +424,12 @@ def by_group(samples):
     st.sampled_from([-1, 0, 1, 5, 8, 12, 20, 40]),
     st.booleans(),
     st.booleans(),
-    st.booleans(),
     st.sampled_from([COST, RowCost(token=1.0, pair=0.0)]),
 )
-def test_planner_invariants(samples, ranks, budget, share, patient, grouped, cost):
+def test_planner_invariants(samples, ranks, budget, share, grouped, cost):
     planner = Planner(ranks, budget, cost, samples_per_rank=2, share=share)
     groups = by_group(samples) if grouped else [[s] for s in samples]
-    batches, overtaken = run_planner(planner, groups, share, patient)
+    batches, overtaken = run_planner(planner, groups, share)
     dealt = Counter(id(s) for rows in batches for row in rows for s in row)
     for s in samples:  # every sample once, but those that never fit
         assert dealt.pop(id(s), 0) == (not 0 < budget < len(s))
@@ -550,17 +549,16 @@ def test_what_is_evicted_is_as_if_it_had_never_been_added(samples, unwanted):
         assert ids[0] == ids[1]
 
 
-@pytest.mark.parametrize("patient, held_at_most", [(True, 1.25), (False, 1.0)])
-def test_planner_holds_no_more_than_it_needs(patient, held_at_most):
+def test_planner_holds_no_more_than_it_needs():
     planner, most = Planner(4, 4000, COST), 0
     for group in grpo_groups(60, 200, 400, seed=2):
         for s in group:
             planner.add(s)
-        while planner.pop(patient) is not None:
+        while planner.pop() is not None:
             pass
         held = [h.sample for h in planner._held]
         most = max(most, pack(held).unique_tokens if held else 0)
-    assert most < held_at_most * 4 * 4000, "what is left after pop is too little for another"
+    assert most < 4 * 4000, "what is left after pop would not fill a micro-batch"
 
 
 def test_groups_stay_whole_where_they_fit():
