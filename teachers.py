@@ -46,9 +46,12 @@ def teacher_of(name: str | None, names, where: str) -> str:
 
 def check_rows(dataset, names) -> None:
     """Do all rows of a dataset name a teacher? Those of a stream are looked at one by one, when sampled."""
-    if not hasattr(dataset, "unique"):
+    if isinstance(dataset, list):
+        given = {row.get("teacher_id") for row in dataset}
+    elif hasattr(dataset, "unique"):
+        given = dataset.unique("teacher_id") if "teacher_id" in dataset.column_names else [None]
+    else:
         return
-    given = dataset.unique("teacher_id") if "teacher_id" in dataset.column_names else [None]
     for name in given:
         teacher_of(name, names, "the dataset")
 

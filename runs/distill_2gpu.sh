@@ -22,12 +22,10 @@ serve() {
 }
 serve "$student" --port "$port" --max-model-len "$length" --weight-transfer-config '{"backend":"nccl"}'
 serve "$teacher" --port $((port + 1)) --max-model-len $((length + 1))
-for url in "http://localhost:$port" "http://localhost:$((port + 1))"; do
-    until curl -sf "$url/health"; do kill -0 $servers; sleep 1; done
-done
 
+# it loads the student and waits for both
 CUDA_VISIBLE_DEVICES=${gpus%%,*} torchrun --nproc-per-node 1 train.py \
-    --model "$student" --vllm_server_base_url "http://localhost:$port" \
+    --model "$student" --vllm_server_base_url "http://localhost:$port" --vllm_server_timeout 600 \
     --objective distill --teacher_server_urls "default=http://localhost:$((port + 1))" \
     --task tasks/maths.py --task_kwargs '{"path": "openai/gsm8k", "name": "main"}' \
     --num_generations 4 --max_completion_length 3072 --token_budget 16384 --learning_rate 1e-5 \

@@ -296,8 +296,9 @@ def test_rows_must_name_a_teacher_of_the_run():
     check_rows(unnamed, {"default": "http://x"})  # one teacher needs no column
     with pytest.raises(ValueError, match="the dataset has no teacher_id.*add the column"):
         check_rows(unnamed, names)
-    with pytest.raises(ValueError, match="names the teacher 'c'.*--teacher_server_urls, which has a, b"):
-        check_rows(two_kinds(["a", "c"]).dataset, names)
+    for dataset in (two_kinds(["a", "c"]).dataset, [{"teacher_id": "c"}]):
+        with pytest.raises(ValueError, match="names the teacher 'c'.*--teacher_server_urls, which has a, b"):
+            check_rows(dataset, names)
 
 
 def test_a_streamed_row_with_an_unknown_teacher_ends_the_run(model):
