@@ -47,7 +47,7 @@ def teacher_of(name: str | None, names, where: str) -> str:
 def check_rows(dataset, names) -> None:
     """Do all rows of a dataset name a teacher? Those of a stream are looked at one by one, when sampled."""
     if isinstance(dataset, list):
-        given = {row.get("teacher_id") for row in dataset}
+        given = {row.get("teacher_id") for row in dataset if isinstance(row, dict)}
     elif hasattr(dataset, "unique"):
         given = dataset.unique("teacher_id") if "teacher_id" in dataset.column_names else [None]
     else:
