@@ -543,6 +543,31 @@ def test_kernels_refuse_by_name_what_they_cannot_do(tree, change, message):
         tree.attend(q, k, v, reference.plan(end, depth), case["scale"], window=case["window"])
 
 
+@pytest.mark.skipif(INTERPRETED, reason="Gluon is not interpreted")
+def test_every_launch_for_hopper_gives_what_its_function_names(monkeypatch):
+    """All that can be seen of hopper.py without such a GPU: elsewhere nothing imports it."""
+    hopper = pytest.importorskip("attention.hopper")
+    launches = []
+
+    class Kernel(SimpleNamespace):
+        def __getitem__(self, grid):
+            return self.launch
+
+        def launch(self, *given, num_warps, maxnreg, **named):
+            launches.append(sorted([*self.names[: len(given)], *named]) == sorted(self.names))
+
+    for name in ("_forward", "_backward_query", "_backward_key"):
+        monkeypatch.setattr(hopper, name, Kernel(names=getattr(hopper, name).arg_names))
+    lists = SimpleNamespace(work=torch.zeros(3, 8), other=torch.zeros(1))
+    monkeypatch.setattr(hopper, "meetings", lambda *_: lists)
+    q, k = (torch.zeros(5, heads, 64, dtype=torch.bfloat16) for heads in (4, 2))
+    lse = torch.zeros(5, 4)
+    plan = reference.plan(torch.full((5,), 5, dtype=torch.int32), torch.arange(5))
+    hopper.forward(q, k, k, q, lse, None, plan, 1.0, None, None)
+    hopper.backward(q, k, k, q, q, lse, lse, q, k, k, plan, 1.0, None, None)
+    assert launches == [True] * 3
+
+
 flash_attention = pytest.mark.skipif(
     DEVICE == "cpu" or bool(flash.missing()), reason="needs a Hopper GPU and flash-attn-4"
 )
