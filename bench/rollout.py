@@ -107,9 +107,8 @@ def canned(length: int, logprobs: int, tokens: bool) -> list[tuple[bytes, bytes]
         tops = rng.integers(1000, VOCABULARY, (length, width)).tolist()
         ids = rng.integers(40, 240, length).tolist()
         tops = [[i, *top[1:]] for i, top in zip(ids, tops, strict=True)]
-        logps = (
-            np.sort(-rng.exponential(3, (length, width)).astype(np.float32))[:, ::-1].astype(float).tolist()
-        )
+        logps = -np.sort(rng.exponential(3, (length, width)).astype(np.float32)).astype(float)
+        logps = logps.tolist()
         if tokens:
             body = {"request_id": "r", "prompt_token_ids": None, "choices": [tokens_choice(ids, tops, logps)]}
             made.append((json.dumps(body, separators=(",", ":")).encode(), b""))
@@ -126,7 +125,6 @@ class Canned(asyncio.Protocol):
     answers: list = []
     endpoint = COMPLETIONS
     served = 0
-    sent_bytes = 0
 
     def connection_made(self, transport):
         self.transport, self.held = transport, b""
@@ -147,13 +145,10 @@ class Canned(asyncio.Protocol):
             head, tail = Canned.answers[Canned.served % ANSWERS]
             content = head + (PROMPT.search(body)[1] + tail if tail else b"")
             Canned.served += 1
-            Canned.sent_bytes += len(content)
         elif path == "/v1/models":
             content = b'{"data":[{"id":"m","max_model_len":32768}]}'
         elif path == "/metrics":
             content, kind = METRICS.encode(), "text/plain"
-        elif path == "/sent_bytes":
-            content = b"%d" % Canned.sent_bytes
         else:
             status, content = "404 Not Found", b'{"detail":"Not Found"}'
         head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(content)}\r\n\r\n"
@@ -217,8 +212,8 @@ def options_for(url: str, model: str, in_flight: int, logprobs: int) -> Options:
     )
 
 
-def take(process: RolloutProcess, rollouts: int) -> tuple[int, int]:
-    """Tokens and bytes of samples of the next `rollouts` rollouts."""
+def take(process: RolloutProcess, rollouts: int) -> int:
+    """Tokens of the next `rollouts` rollouts."""
     tokens, left = 0, rollouts
     while left > 0:
         try:
@@ -258,11 +253,8 @@ def measure(endpoint: str, arguments) -> dict:
         finally:
             over.set()
             process.stop()
-        size = sum(
-            len(part)
-            for answer in canned(arguments.tokens, arguments.logprobs, endpoint == TOKENS)
-            for part in answer
-        )
+        answers = canned(arguments.tokens, arguments.logprobs, endpoint == TOKENS)
+        size = sum(len(part) for answer in answers for part in answer)
     return {
         "endpoint": endpoint,
         "logprobs": arguments.logprobs,
@@ -292,12 +284,7 @@ def main() -> None:
     arguments.rollouts //= 4 if arguments.quick else 1
     figures = [measure(endpoint, arguments) for endpoint in (COMPLETIONS, TOKENS)]
     for figure in figures:
-        print(
-            ", ".join(
-                f"{name} {value if isinstance(value, str) else f'{value:,.4g}'}"
-                for name, value in figure.items()
-            )
-        )
+        print(", ".join(f"{k} {v if isinstance(v, str) else f'{v:,.4g}'}" for k, v in figure.items()))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(figures, indent=2))
 
