@@ -1,6 +1,7 @@
 """One optimizer step on a fixed list of samples; writes its gradients: gradients.py OUT --name value ...
 
-Run alone or under torchrun; test_train.py compares what different splits of the same samples give.
+Several steps, each from the start, stand one after another with `then` between them. Run alone or, one step,
+under torchrun; test_train.py compares what different splits of the same samples give.
 """
 
 import sys
@@ -26,9 +27,10 @@ def waken_adapters(model) -> None:
         up.data.copy_(distribute_tensor(values, up.device_mesh, up.placements, src_data_rank=None))
 
 
-def main(out: str, *arguments: str) -> None:
-    inner, load = trainer.optimizer_step, trainer.load_model
+inner, load = trainer.optimizer_step, trainer.load_model
 
+
+def main(out: str, *arguments: str) -> None:
     def loaded(options, ranks):
         model, tokenizer = load(options, ranks)
         waken_adapters(model)
@@ -58,4 +60,8 @@ def main(out: str, *arguments: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    runs = [[]]
+    for word in sys.argv[1:]:
+        runs.append([]) if word == "then" else runs[-1].append(word)
+    for words in runs:
+        main(*words)
