@@ -4,8 +4,9 @@
     dz_t = dy_t silu'(z_t) ;  dw_d = sum_t dz_t x_anc(t, d) ;  dx_a = sum of w_d dz_t where anc(t, d) = a
 
 Only a token less than W in front of a branch has descendants that do not lie right behind it in the row. The
-pass over the row takes what is right behind; a second one then makes dx of those few tokens whole, from a
-list of all their descendants, so that nothing is added up by atomics or rounded twice.
+pass over the row takes what is right behind, from its own tile: the last W - 1 tokens of a tile are there for
+the ones in front, and belong to the next. A second pass then makes dx of those few tokens whole, from a list
+of all their descendants, so that nothing is added up by atomics or rounded twice.
 
 Letters: N tokens, E channels, W width, T tokens of a tile, B channels of a block, F tokens with a fork ahead.
 """
@@ -16,31 +17,33 @@ import torch
 import triton
 import triton.language as tl
 
-TILE, BLOCK, WARPS = 32, 128, 4  # tokens, channels and warps of a program
+TILE, BLOCK, WARPS = 64, 64, 4  # tokens, channels and warps of a program
 
 
 class Convolve(torch.autograd.Function):
-    """`x` [N, E], `weight` [E, W], `bias` [E] or None; `back` [W-1, N] int32: anc(t, d), -1 = none.
+    """`x` [N, E], `weight` [E, W], `bias` [E] or None; `back` [W-1, N] int32: anc(t, d), -1 = none. -> [N, E]
 
     `forks`: the tokens [F], where the list of each starts [F+1], descendants and their distance, int32.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, silu: bool, back, forks):
-        x, weight = x.contiguous(), weight.contiguous()
+        x, weight = x.contiguous(), weight.mT.contiguous()  # [W, E]
+        sizes = dict(N=len(x), E=x.shape[1], W=len(weight), SILU=silu)
+        sizes |= dict(TILE=TILE, BLOCK=BLOCK, num_warps=WARPS)
+        y = torch.empty_like(x)
+        _forward[_grid(x, TILE)](x, weight, bias, back, y, **sizes)
         ctx.save_for_backward(x, weight, bias)
-        ctx.rest = silu, back, forks
-        y, (grid, sizes) = torch.empty_like(x), _sizes(x, weight, silu)
-        _forward[grid](x, weight, bias, back, y, **sizes)
+        ctx.rest = sizes, back, forks
         return y
 
     @staticmethod
     def backward(ctx, dy):
         x, weight, bias = ctx.saved_tensors
-        silu, back, (tokens, *lists) = ctx.rest
-        (tiles, blocks), sizes = _sizes(x, weight, silu)
-        dx = torch.empty_like(x)
-        shares = x.new_empty(tiles, weight.shape[1] + 1, x.shape[1], dtype=torch.float32)  # of dw and dbias
+        sizes, back, (tokens, *lists) = ctx.rest
+        dx, (width, channels) = torch.empty_like(x), weight.shape
+        tiles, blocks = _grid(x, TILE - width + 1)
+        shares = x.new_empty(tiles, width + 1, channels, dtype=torch.float32)  # of dw, and of dbias behind it
         given = x, weight, bias, back, dy.contiguous(), dx
         _backward[tiles, blocks](*given, shares, **sizes)
         if len(tokens):
@@ -50,10 +53,8 @@ class Convolve(torch.autograd.Function):
         return dx, total[:-1].mT.to(weight), dbias, None, None, None
 
 
-def _sizes(x, weight, silu: bool) -> tuple:
-    (length, channels), width = x.shape, weight.shape[1]
-    grid = triton.cdiv(length, TILE), triton.cdiv(channels, BLOCK)
-    return grid, dict(N=length, E=channels, W=width, SILU=silu, TILE=TILE, BLOCK=BLOCK, num_warps=WARPS)
+def _grid(x, tokens: int) -> tuple[int, int]:
+    return triton.cdiv(len(x), tokens), triton.cdiv(x.shape[1], BLOCK)
 
 
 @triton.jit
@@ -72,7 +73,7 @@ def _weighted(X, WEIGHT, BIAS, BACK, tokens, at, known, N, E, W: tl.constexpr):
     if BIAS is not None:
         z += tl.load(BIAS + at, at < E, 0.0).to(tl.float32)[None, :]
     for d in tl.static_range(W):
-        weight = tl.load(WEIGHT + at * W + (W - 1 - d), at < E, 0.0).to(tl.float32)
+        weight = tl.load(WEIGHT + (W - 1 - d) * E + at, at < E, 0.0).to(tl.float32)
         z += weight[None, :] * _ancestors(X, BACK, tokens, at, known, N, E, d)
     return z
 
@@ -103,25 +104,25 @@ def _forward(X, WEIGHT, BIAS, BACK, Y, N, E: tl.constexpr, W: tl.constexpr, SILU
 @triton.jit(do_not_specialize=["N"])
 def _backward(X, WEIGHT, BIAS, BACK, DY, DX, SHARES, N, E: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr,
               TILE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    tile = tl.program_id(0)
-    tokens = tile * TILE + tl.arange(0, TILE)  # [T]
+    tile, row = tl.program_id(0), tl.arange(0, TILE)
+    tokens = tile * (TILE - W + 1) + row  # [T], the last of them for what descends from the others
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [B]
     shares = SHARES + tile * ((W + 1) * E) + at
-    known = tokens < N
-    dz = _slope(X, WEIGHT, BIAS, BACK, DY, tokens, at, known, N, E, W, SILU)
+    dz = _slope(X, WEIGHT, BIAS, BACK, DY, tokens, at, tokens < N, N, E, W, SILU)
+    own = row < TILE - W + 1
+    owned = tl.where(own[:, None], dz, 0.0)
     for d in tl.static_range(W):
-        x = _ancestors(X, BACK, tokens, at, known, N, E, d)
-        tl.store(shares + (W - 1 - d) * E, tl.sum(dz * x, 0), at < E)
+        x = _ancestors(X, BACK, tokens, at, own & (tokens < N), N, E, d)
+        tl.store(shares + (W - 1 - d) * E, tl.sum(owned * x, 0), at < E)
     if BIAS is not None:
-        tl.store(shares + W * E, tl.sum(dz, 0), at < E)
-    dx = dz * tl.load(WEIGHT + at * W + (W - 1), at < E, 0.0).to(tl.float32)[None, :]
+        tl.store(shares + W * E, tl.sum(owned, 0), at < E)
+    dx = dz * tl.load(WEIGHT + (W - 1) * E + at, at < E, 0.0).to(tl.float32)[None, :]
     for d in tl.static_range(1, W):
-        below = tokens + d  # where it descends from the token
-        ours = below < N
-        ours &= tl.load(BACK + (d - 1) * N + below, ours, -1) == tokens
-        weight = tl.load(WEIGHT + at * W + (W - 1 - d), at < E, 0.0).to(tl.float32)
-        dx += weight[None, :] * _slope(X, WEIGHT, BIAS, BACK, DY, below, at, ours, N, E, W, SILU)
-    here = known[:, None] & (at < E)[None, :]
+        follows = own & (tl.load(BACK + (d - 1) * N + tokens + d, own & (tokens + d < N), -1) == tokens)
+        weight = tl.load(WEIGHT + (W - 1 - d) * E + at, at < E, 0.0).to(tl.float32)
+        index = tl.broadcast_to(tl.minimum(row + d, TILE - 1)[:, None], (TILE, BLOCK))
+        dx += tl.where(follows[:, None], weight[None, :] * tl.gather(dz, index, 0), 0.0)
+    here = (own & (tokens < N))[:, None] & (at < E)[None, :]
     tl.store(DX + tokens.to(tl.int64)[:, None] * E + at[None, :], dx.to(DX.dtype.element_ty), here)
 
 
@@ -138,7 +139,7 @@ def _backward_forks(X, WEIGHT, BIAS, BACK, DY, DX, TOKENS, STARTS, BELOW, DISTAN
         entries = start + tl.arange(0, TILE)  # [T]
         listed = entries < end
         below, distance = tl.load(BELOW + entries, listed, 0), tl.load(DISTANCE + entries, listed, 0)
-        weight = tl.load(WEIGHT + at[None, :] * W + (W - 1 - distance)[:, None], (at < E)[None, :], 0.0)
+        weight = tl.load(WEIGHT + (W - 1 - distance)[:, None] * E + at[None, :], (at < E)[None, :], 0.0)
         dz = _slope(X, WEIGHT, BIAS, BACK, DY, below, at, listed, N, E, W, SILU)
         dx += tl.sum(weight.to(tl.float32) * dz, 0)
     tl.store(DX + token * E + at, dx.to(DX.dtype.element_ty), at < E)
