@@ -96,6 +96,7 @@ def test_differences_of_nccl_are_told(fake_nccl, monkeypatch):
     assert "2.27" in version and "2.28" in version
     assert variable.startswith("NCCL_ALGO is Tree there and Ring here")
     assert links.nccl_differences({"pip_packages": None, "env_vars": "NCCL_ALGO=Ring"}) == []
+    assert links.nccl_differences({}) == [], "a server that tells nothing differs in nothing"
 
 
 # ---- what the server says, and when it does not
