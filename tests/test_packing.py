@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import packing
 from flops import RowCost
 from packing import Planner, Sample, draw, pack, read_samples
 
@@ -500,15 +501,45 @@ def test_samples_wait_at_most_two_micro_batches_in_a_steady_stream():
 
 def test_nobody_is_overtaken_a_third_time_even_where_each_needs_a_row_of_its_own():
     planner = Planner(1, 11, COST)
-    siblings = [
-        make([*range(8), 100 + n, 200 + n], group=0) for n in range(10)
-    ]  # two never fit a row together
-    small = [
-        make([300 + n], group=1 + n) for n in range(10)
-    ]  # beside each of them there is room for one of these
+    # Two siblings never fit a row together; beside each of them there is room for a small one.
+    siblings = [make([*range(8), 100 + n, 200 + n], group=0) for n in range(10)]
+    small = [make([300 + n], group=1 + n) for n in range(10)]
     batches, overtaken = run_planner(planner, [siblings, small])
     assert len(batches) <= 20
     assert max(overtaken.values()) <= 2
+
+
+def test_the_oldest_go_first_when_not_all_that_waited_long_fit():
+    # No two fit a row together, and the youngest comes first in the trie.
+    samples = [make([*range(8), 100 - n, 200], group=n) for n in range(9)]
+    _, overtaken = run_planner(Planner(1, 11, COST), [samples])
+    assert max(overtaken.values()) <= 2
+
+
+def test_rows_of_a_backlog_are_full_and_balanced_too():
+    planner, groups = Planner(4, 8000, COST), grpo_groups(80, 400, 900)
+    for s in sum(groups, []):
+        planner.add(s)
+    costs = []
+    while (rows := planner.pop()) is not None:
+        costs.append([COST.row(pack(row)) for row in rows])
+    assert len(costs) < 25
+    assert np.mean(np.max(costs, axis=1) / np.mean(costs, axis=1)) < 1.03
+
+
+def test_sizes_that_are_kept_while_planning_are_those_of_the_rows(monkeypatch):
+    plans, rows = [], packing._Plan.rows
+    monkeypatch.setattr(packing._Plan, "rows", lambda plan: plans.append(plan) or rows(plan))
+    planner, system = Planner(4, 3000, COST), np.arange(500)  # in front of every prompt
+    for group in grpo_groups(120, 100, 40):
+        for s in group:
+            trained = np.append(np.zeros(500), s.trained)
+            planner.add(make(np.append(system, s.input_ids), trained, group=s.group_id))
+        planner.pop()
+    assert len(plans) >= 5
+    for plan in plans:
+        for row in range(4):
+            assert plan.size[:, row] == pytest.approx(plan.measure(plan.members(row)))
 
 
 def test_what_a_held_sample_shared_with_one_that_left_is_counted_again():
@@ -592,14 +623,15 @@ def test_a14_planner_rows():
 def test_a20_what_does_not_fill_a_micro_batch_comes_out_in_one_flush():
     case = json.loads((DATA / "cases/A20_dropped_group_accounting.json").read_text())
     assert case["expect"]["epoch"]["stops_without_more_than_one_extra_micro_batch"]
-    planner = Planner(
-        2, 100, COST
-    )  # group 0 is trained, one rollout in 3 samples; group 1 dropped; group 2 trained
+    planner = Planner(2, 100, COST)  # group 0: one rollout in 3 samples; group 1 dropped; group 2
     for ids in ([1, 2, 3], [1, 2, 4], [1, 5], [1, 2, 6, 7], [8, 9]):
         planner.add(make(ids, group=2 if ids[0] == 8 else 0))
     assert planner.pop() is None
     assert sum(len(row) for row in planner.flush()) == 5
     assert planner.flush() is None and planner.pop() is None
+    for n in range(3):  # without the third the micro-batch would take half the time
+        planner.add(make([10 * n + i for i in range(5)], group=n))
+    assert sum(len(row) for row in planner.flush()) == 3
 
 
 def test_fewer_samples_than_ranks_repeat_the_shortest_row_untrained():
