@@ -418,6 +418,7 @@ def by_group(samples):
     return list(groups.values())
 
 
+@pytest.mark.filterwarnings("error")  # a cost of nothing while planning
 @settings(max_examples=300, deadline=None)
 @given(
     sample_lists(most=40, longest=12, lists=False),
