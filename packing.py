@@ -339,7 +339,8 @@ class Planner:
     Add all samples of a group, then `pop` until it says None (wants more). `flush` deals out whatever is
     held, one micro-batch a call, until None (nothing held): at the end of a run, and when the caller has
     waited long enough for an empty queue. That time limit is the caller's, as is counting `held_tokens` in
-    the staleness allowance: the planner knows no clock and no weight versions, so a replay plans as its run did.
+    the staleness allowance: the planner knows no clock and no weight versions, and a replay plans as its
+    run did.
 
     Never: an empty row (with fewer samples than ranks, spare ranks repeat the shortest row with nothing
     trained); a row of more unique tokens or terms than the budget; a sample that younger ones overtake in
