@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import get_json_schema
 
-from tasks import sort, two_orders
+from tasks import sort, sums, two_orders
 from tiny import make
 
 TINY = Path(__file__).parent.parent / "tiny"
@@ -196,6 +196,17 @@ def test_only_the_exact_answer_is_rewarded():
 def test_each_rollout_is_held_against_its_own_answer():
     completions = [[{"role": "assistant", "content": text}] for text in ("ab", "cd", "cd")]
     assert sort.is_sorted(None, completions, None, ["ab", "ab", "cd"]) == [1, 0, 1]
+
+
+def test_no_held_out_sum_is_trained_on_and_the_last_number_counts():
+    asked = [row["prompt"][-1]["content"] for row in sums.dataset()]
+    held_out = [row["prompt"][-1]["content"] for row in sums.held_out()]
+    assert len({*asked, *held_out}) == len(asked) + len(held_out) == 8192 + 64
+    assert all(row["answer"] == str(eval(row["prompt"][-1]["content"][8:-1])) for row in sums.held_out())
+    texts = ["7 + 5 = 12", "12, or is it 13", "1,200", "none", ""]
+    answers = [[{"role": "assistant", "content": text}] for text in texts]
+    scores = sums.is_right(texts, [*answers, []], None, ["12", "12", "1200", "12", "12", "12"])
+    assert scores == [1, 0, 1, 0, 0, 0]
 
 
 # --- the model on the task ---
