@@ -716,24 +716,15 @@ def test_a_directory_that_is_no_whole_model_is_refused(refused, tmp_path, missin
 
 @pytest.fixture(scope="module")
 def other_vocabulary(tmp_path_factory):
-    """A model with the same tokenizer and more ids than the one that is trained."""
+    """A model that has more ids than the one that is trained, and is like it otherwise."""
     directory = tmp_path_factory.mktemp("other")
     torch.manual_seed(0)
     AutoTokenizer.from_pretrained(ROOT / "tiny").save_pretrained(directory)
-    tiny = Qwen3Config.from_pretrained(ROOT / "tiny")
-    Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=tiny.vocab_size + 8,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-            head_dim=16,
-            eos_token_id=tiny.eos_token_id,
-        )
-    ).save_pretrained(directory)
-    return directory, tiny.vocab_size
+    config = Qwen3Config.from_pretrained(ROOT / "tiny")
+    size = config.vocab_size
+    config.vocab_size += 8
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    return directory, size
 
 
 def test_a_server_with_another_vocabulary_is_refused(refused, other_vocabulary):
