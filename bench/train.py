@@ -1,6 +1,6 @@
 """A whole row through a model: the trie beside its samples one after another, on one GPU.
 
-    python bench/train.py [--shapes 0.6B] [--rows grpo] [--compile false] [--checkpoint all] [--json FILE]
+    python bench/train.py [--shapes 0.6B] [--rows grpo] [--compile false] [--json FILE]
     python bench/train.py --loop 1,2 [--shapes 0.6B]
 
 Random weights, sharded, compiled and called by the trainer's own functions; float32 master weights, bf16
@@ -142,16 +142,15 @@ def measure(call, model, rows: list, options: argparse.Namespace) -> tuple[float
     return statistics.median(times), torch.cuda.max_memory_allocated() / 2**30
 
 
-def prepare(model, config, tokens: int, checkpoint: str, compiled: bool) -> tuple[int, float]:
-    """Gradient checkpointing for a row of so many tokens: layers that recompute, GiB by the formula."""
+def prepare(model, config, tokens: int, compiled: bool, all_recompute: bool = False) -> tuple[int, float]:
+    """Gradient checkpointing of all layers, or of as few as a row of so many tokens asks for: how many those
+    are, and the peak in GiB by the formula."""
     layers = model.get_decoder().layers
     parameters = sum(parameter.numel() for parameter in model.parameters())
     needs = memory_of(config, parameters, 1, compiled, accumulates=False)
-    if checkpoint == "auto":
-        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-        count = needs.recomputing(tokens, free)
-    else:
-        count = len(layers) if checkpoint == "all" else int(checkpoint)
+    count = len(layers)
+    if not all_recompute and torch.cuda.is_available():
+        count = needs.recomputing(tokens, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
     for layer in layers:
         layer.whole_forward = getattr(layer, "whole_forward", layer.forward)
         layer.forward = layer.whole_forward
@@ -163,7 +162,7 @@ def measure_row(model, config, name: str, segments: list, options: argparse.Name
     samples = samples_of(segments, config.vocab_size)
     device = options.ranks.device
     trie = pack(samples).to(device)
-    recomputing, formula = prepare(model, config, trie.unique_tokens, options.checkpoint, options.compile)
+    recomputing, formula = prepare(model, config, trie.unique_tokens, options.compile)
     separate = [row.to(device) for row in side_by_side(samples, trie.unique_tokens)]
     cost = row_cost_from_config(config)
     bare = replace(cost, term=0.0)
@@ -183,9 +182,9 @@ def measure_row(model, config, name: str, segments: list, options: argparse.Name
         result["separate_ms"], _ = measure(body, model, separate, options)
         result["speed_up"] = result["separate_ms"] / result["body_ms"]
         result["share_of_work_ratio"] = result["speed_up"] / result["work_ratio"]
-    for kind in ["whole", "recompute"] if options.whole else []:
+    for kind in ("whole", "recompute"):
         if kind == "recompute":
-            _, formula = prepare(model, config, trie.unique_tokens, "all", options.compile)
+            _, formula = prepare(model, config, trie.unique_tokens, options.compile, all_recompute=True)
         result[f"{kind}_ms"], result[f"{kind}_gib"] = measure(whole, model, [trie], options)
         result[f"{kind}_mfu"] = 1e3 * cost.row(trie) / result[f"{kind}_ms"] / peak
         result[f"{kind}_formula_over_measured_gib"] = formula / result[f"{kind}_gib"]
@@ -282,10 +281,6 @@ def main() -> None:
     parser.add_argument("--shapes", default="0.6B,4B", help=", ".join(QWEN3))
     parser.add_argument("--rows", default=",".join(GATHERED), help=", ".join(ROWS))
     parser.add_argument("--compile", type=yes, default=True)
-    parser.add_argument(
-        "--checkpoint", default="auto", help="layers that recompute activations, or all, auto"
-    )
-    parser.add_argument("--whole", type=yes, default=True, help="measure with the head too")
     parser.add_argument(
         "--separate", type=yes, default=True, help="measure the samples one after another too"
     )
