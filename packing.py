@@ -731,6 +731,8 @@ def read_samples(path: str) -> list[Sample]:
     samples = []
     for i, entry in enumerate(json.loads(Path(path).read_text())):
         entry = entry if isinstance(entry, dict) else {"input_ids": entry}
+        if "input_ids" not in entry:
+            raise SystemExit(f"{path}: sample {i} needs input_ids, a list of token ids; it has {list(entry)}")
         ids = np.array(entry["input_ids"], np.int32)
         trained = np.array(entry.get("trained", np.zeros(len(ids))), bool)
         logp = np.zeros(len(ids), np.float32)
