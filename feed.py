@@ -31,7 +31,7 @@ import numpy as np
 from checkpoint import Progress
 from client import Notice
 from conversation import RolloutError
-from messages import TOO_OLD, DeathMessage, EndMessage, GroupMessage, MetricsMessage
+from messages import EQUAL_REWARDS, TOO_OLD, DeathMessage, EndMessage, GroupMessage, MetricsMessage
 from metrics import Window
 from packing import Row, Sample, pack
 
@@ -260,6 +260,8 @@ class Feed:
     def losses(self) -> str:
         """What was dropped, for whoever wonders why nothing is trained."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
+        if set(self.dropped) == {EQUAL_REWARDS}:
+            reasons += ": the task is too easy, too hard, or gives no partial credit"
         return f"; samples dropped so far: {reasons}" if reasons else ""
 
     def packets(self, patience: float) -> list:

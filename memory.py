@@ -32,7 +32,7 @@ It must never be taken for exact: `MARGIN` of the device stays free.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from bisect import bisect
 from dataclasses import dataclass
 
@@ -155,7 +155,9 @@ def count_parameters(config) -> int:
 
 def main() -> None:
     """The longest row in thousands of tokens: all activations kept / all recomputed."""
-    gib = float(sys.argv[1]) if sys.argv[1:] else 139.0
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("gib", nargs="?", type=float, default=139.0, help="memory of a GPU")
+    gib = parser.parse_args().gib
     print(f"| Qwen3, {gib:g} GiB a GPU | 1 GPU | 2 | 4 | 8 |\n|---|---|---|---|---|")
     for size in QWEN3:
         config, cells = qwen3(size), []

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from packing import Sample
 
 TOO_OLD = "too old"  # why a group is dropped whose prompt is sampled again
+EQUAL_REWARDS = "equal rewards"
 
 
 @dataclass

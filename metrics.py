@@ -225,7 +225,8 @@ def diagnose(records: list[dict], max_concurrent: int, generations: int = 8) -> 
     )  # of a completion: below 1 few differ
     if duplicates > 0.9 * (generations - 1) / generations and not nats < 1:
         said.append("most rollouts repeat one of their group: is sampling random?")
-    if change(records, "completions/duplicate_frac") > 0.05 and entropy_change < 0:
+    more_alike = change(records, "completions/duplicate_frac") > 0.05 and entropy_change < 0
+    if more_alike and not change(records, "reward") > 0:
         said.append("rollouts repeat each other more and more while entropy falls: collapse")
     if value(now, "batch/samples_per_row") < 1.5:
         said.append("a row holds one sample, so nothing can be shared: raise --token_budget")

@@ -454,7 +454,11 @@ def parse(arguments: list[str]) -> Options:
     """Options of a command line. Its first word may be a YAML or JSON file of defaults; none = unset."""
     from transformers import HfArgumentParser
 
+    def refuse(message: str):
+        raise OptionError(message)
+
     parser = HfArgumentParser(Options, description="Asynchronous GRPO over prefix trees.", allow_abbrev=False)
+    parser.error = refuse  # a line, where argparse would print every option
     if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
         arguments = file_arguments(Path(arguments[0])) + arguments[1:]
     words, unset = without_none(arguments)

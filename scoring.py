@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from conversation import Rollout, RolloutError
+from messages import EQUAL_REWARDS
 from metrics import rule
 from task import source_names, unwrapped
 
@@ -129,7 +130,7 @@ def drop_reason(rewards: np.ndarray) -> str | None:
     if len(scored) < 2:
         return "fewer than two scored"
     high, low = scored.max(), scored.min()
-    return "equal rewards" if high - low <= 1e-8 * max(1.0, abs(high)) else None
+    return EQUAL_REWARDS if high - low <= 1e-8 * max(1.0, abs(high)) else None
 
 
 def std_of(values: np.ndarray) -> float:

@@ -34,7 +34,7 @@ import checkpoint
 import pretrained
 import serve
 from adapters import served_rank, slots
-from client import Server
+from client import Server, ServerError
 from conversation import read_template
 from feed import LEAVING, PREEMPTED
 from lora import adapted_layers, add_adapters, reset_adapters
@@ -189,13 +189,16 @@ def start_embedded(options: Options, ranks: Ranks, ends: ExitStack) -> Popen:
 
 
 def reach_servers(options: Options, embedded: Popen | None, vocabulary: int | None) -> list[Server]:
-    """The servers, up and fit for what the options ask. ServerError or OptionError with what to do."""
+    """The servers, up and fit for what the options ask. OptionError with what to do."""
     urls = options.vllm_server_base_url
     if embedded:
         urls = [serve.wait_for_url(embedded, options.vllm_server_timeout)]
     servers = [Server(url, options.vllm_server_timeout) for url in urls]
     for server in servers:
-        check_server(server, options, vocabulary)
+        try:
+            check_server(server, options, vocabulary)
+        except ServerError as error:
+            raise OptionError(str(error)) from error
     return servers
 
 

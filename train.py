@@ -359,15 +359,20 @@ class Unread(torch.autograd.Function):
 def optimizer_step(model, optimizer, scheduler, divisor: int, max_grad_norm: float) -> float:
     """Divide, clip by the norm over all ranks, step. A gradient that is not finite changes no weight.
 
-    The fused AdamW does all of it on the device (`grad_scale`, `found_inf`, made for loss scaling); reading
-    the norm at the end is the one time in a step that the host waits for the device.
+    A fused optimizer does all of it on the device (`grad_scale`, `found_inf`, made for loss scaling); reading
+    the norm at the end is the one time in a step that the host waits for the device. Others wait for it here.
     """
     parameters = [p for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]) / divisor
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    optimizer.grad_scale = divisor / (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-    optimizer.found_inf = (~norm.isfinite()).float()
-    optimizer.step()
+    scale = divisor / (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+    if optimizer.defaults.get("fused"):
+        optimizer.grad_scale, optimizer.found_inf = scale, (~norm.isfinite()).float()
+        optimizer.step()
+    elif norm.isfinite():
+        for parameter in parameters:
+            parameter.grad /= float(scale)
+        optimizer.step()
     scheduler.step()
     optimizer.zero_grad(set_to_none=True)
     return float(norm)

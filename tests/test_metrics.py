@@ -175,6 +175,10 @@ def test_diagnosis_says_what_groups_of_equal_rewards_mean(courses, words):
         ({"completions__duplicate_frac": 0.5}, None),
         ({"completions__duplicate_frac": (0.1, 0.5), "entropy": (0.9, 0.3)}, "entropy falls: collapse"),
         ({"completions__duplicate_frac": (0.1, 0.5), "entropy": (0.3, 0.9)}, None),
+        (
+            {"completions__duplicate_frac": (0.1, 0.5), "entropy": (0.9, 0.3), "reward": (0.4, 0.9)},
+            None,
+        ),
         ({"batch__samples_per_row": 1.1}, "raise --token_budget"),
         ({"batch__samples_per_row": 6.0}, None),
         ({"jsd": (0.5, 0.2), "entropy": (0.9, 0.3)}, "narrowing, not learning"),

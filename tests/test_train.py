@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +178,29 @@ def steps(gradients, max_grad_norm=1.0):
             parameter.grad = torch.full_like(parameter, value)
         norms.append(train.optimizer_step(model, optimizer, scheduler, divisor, max_grad_norm))
     return [p.detach().clone() for p in model.parameters()], norms
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.SGD, lr=1.0),
+        partial(torch.optim.AdamW, betas=(0.0, 0.9)),
+        partial(torch.optim.AdamW, betas=(0.0, 0.9), fused=True),
+        partial(torch.optim.NAdam, betas=(0.0, 0.9)),
+    ],
+)
+def test_every_optimizer_gets_gradients_divided_and_clipped_and_none_that_is_not_finite(optimizer):
+    weight = torch.nn.Parameter(torch.zeros(4))
+    model, optimizer = torch.nn.ParameterList([weight]), optimizer([weight])
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    weight.grad = torch.full((4,), 100.0)
+    train.optimizer_step(model, optimizer, scheduler, 10, 1.0)
+    seen = optimizer.state[weight].get("exp_avg", -weight.detach())  # what a step without memory took
+    torch.testing.assert_close(seen, torch.full((4,), 0.5), rtol=1e-5, atol=0)  # norm 1 over 4 entries
+    before = weight.detach().clone()
+    weight.grad = torch.tensor([1.0, math.nan, 1.0, 1.0])
+    assert math.isnan(train.optimizer_step(model, optimizer, scheduler, 10, 1.0))
+    assert torch.equal(weight, before)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])

@@ -14,12 +14,16 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-import gguf
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+try:
+    import gguf
+except ImportError:
+    raise SystemExit("tools/smollm2.py needs gguf: pip install gguf") from None
 
 NAMES = {
     "token_embd": "model.embed_tokens",
