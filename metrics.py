@@ -220,9 +220,7 @@ def diagnose(records: list[dict], max_concurrent: int, generations: int = 8) -> 
     now = records[-1]
     said = [bottleneck(now, max_concurrent), saturation(records)]
     duplicates, entropy_change = value(now, "completions/duplicate_frac"), change(records, "entropy")
-    nats = value(now, "entropy") * value(
-        now, "completions/mean_length"
-    )  # of a completion: below 1 few differ
+    nats = value(now, "entropy") * value(now, "completions/mean_length")  # below 1 few completions differ
     if duplicates > 0.9 * (generations - 1) / generations and not nats < 1:
         said.append("most rollouts repeat one of their group: is sampling random?")
     more_alike = change(records, "completions/duplicate_frac") > 0.05 and entropy_change < 0

@@ -59,8 +59,8 @@ def check_server(server: Server, options: Options, vocabulary: int | None) -> No
     facts = facts_of(server, options)
     facts.max_model_len = facts.max_model_len or served.get("max_model_len")
     problems = misfits(facts, options)
-    if vocabulary is not None:
-        problems += other_shape(served.get("root") or "", options)
+    if vocabulary is not None and served.get("root"):
+        problems += other_shape(served["root"], options)
     if problems:
         raise OptionError("\n".join(f"{server.url} {problem}" for problem in problems))
     for note in remarks(facts, options):

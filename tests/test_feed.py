@@ -184,7 +184,9 @@ def test_the_notice_says_what_was_dropped(monkeypatch, capsys):
     monkeypatch.setattr("client.FIRST_NOTICE_S", 0.0)
     feed = feed_of(Producer(*[group(i, dropped="equal rewards") for i in range(3)]))
     take(feed, 0.5)
-    assert "2 equal rewards" in capsys.readouterr().out
+    assert "2 equal rewards: the task is too easy, too hard, or" in capsys.readouterr().out
+    feed.dropped["too old"] += 1
+    assert feed.losses().endswith("equal rewards, 1 too old")
 
 
 def test_saved_position_is_the_first_prompt_neither_trained_nor_dropped_for_its_rewards():
