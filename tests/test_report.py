@@ -1,7 +1,6 @@
 """report.py on synthetic runs: terminal, page, errors. Run: python -m pytest tests/test_report.py"""
 
 import json
-import math
 import os
 import re
 import subprocess
@@ -9,6 +8,7 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import report
@@ -89,16 +89,15 @@ def rising(tmp_path):
 def test_terminal_shows_the_curve_and_the_headline(rising):
     done = run_tool(rising)
     assert done.returncode == 0, done.stderr
-    assert re.search("[\u2801-\u28ff]", done.stdout) and "\u00b7" in done.stdout
+    assert "****" in done.stdout and "." in done.stdout.split("\n\n")[0]
     assert max(map(len, done.stdout.split("\n\n")[0].splitlines())) <= 72
     for line in ("first 10% +0.050", "last 10% +0.950", r"lift +\+0.900", "steps +100", "wall seconds +200"):
         assert re.search(line, done.stdout), line
 
 
-def test_curve_falls_back_to_ascii(rising):
-    done = run_tool(rising, encoding="ascii")
+def test_a_terminal_that_knows_only_ascii_shows_it_too(tmp_path):
+    done = run_tool(write_run(tmp_path / "r\u00fcn", [record(1), record(2)]), encoding="ascii")
     assert done.returncode == 0 and done.stdout.isascii()
-    assert "****" in done.stdout and (rising / "report.html").exists()
 
 
 def test_headline_weighs_by_time_and_leaves_out_nulls(rising):
@@ -108,11 +107,10 @@ def test_headline_weighs_by_time_and_leaves_out_nulls(rising):
     assert (shown["staleness"], shown["ratio"], shown["packing ratio"]) == ("1.50", "1.0000", "2.50")
 
 
-def test_windows_of_several_steps_and_rare_syncs_count_as_they_happened(tmp_path):
+def test_windows_of_several_steps_count_as_they_happened(tmp_path):
     records = [record(step) for step in (10, 20, 30)]
-    run = report.read_run(write_run(tmp_path / "r", records, logging_steps=10, weight_sync_steps=4), "r")
-    assert run.seconds("perf/step_s") == [20.0] * 3
-    assert run.seconds("perf/weight_sync_s") == pytest.approx([0.4, 0.6, 0.4])  # steps 4 8, 12 16 20, 24 28
+    run = report.read_run(write_run(tmp_path / "r", records, logging_steps=10), "r")
+    assert run.seconds("perf/step_s").tolist() == [20.0] * 3
     assert numbers(run)["wall seconds"] == "60"
 
 
@@ -122,11 +120,9 @@ def test_page_parses_and_stands_alone(rising):
     page = Page(text)
     assert not re.search(r"https?:|url\(|@import|\bsrc=|\bhref=", text)
     assert not {"link", "img", "iframe"} & set(page.tags)
-    assert "prefers-color-scheme: dark" in text and "NaN" not in text and ">nan" not in text
-    titles = [report.REWARD.title, *(chart.title for chart in report.CHARTS)]
-    assert all(title in page.text for title in titles)
-    assert page.text.count("not measured in this run") == 4  # length, equal rewards, row fill, masked
-    assert page.tags.count("svg") == len(titles) - 4
+    assert "color-scheme: light dark" in text and "NaN" not in text and ">nan" not in text
+    shown = [title for title, *_ in report.CHARTS if f"<h2>{title}</h2>" in text]
+    assert len(shown) == page.tags.count("svg") == len(report.CHARTS) - 5  # of five nothing was measured
     assert "max_staleness" in page.text and "<b>&" in page.text and "<b>&" not in text
 
 
@@ -134,7 +130,7 @@ def test_curves_stay_inside_their_frame(rising):
     run_tool(rising)
     text = (rising / "report.html").read_text(encoding="utf-8")
     for width, height, body in re.findall(r'viewBox="0 0 (\d+) (\d+)".*?>(.*?)</svg>', text):
-        for d in re.findall(r'class="(?:line|point|raw|dots|band|area)[^"]*" d="([^"]*)"', body):
+        for d in re.findall(r'class="line[^"]*" d="([^"]*)"', body):
             for x, y in re.findall(r"(-?[\d.]+) (-?[\d.]+)", d):
                 assert 0 <= float(x) <= int(width) and 8 <= float(y) <= int(height) - 22
 
@@ -144,7 +140,7 @@ def test_several_runs_overlay_their_rewards_in_each_page(tmp_path):
     done = run_tool(*paths)
     assert done.returncode == 0 and re.search(r"a seed0 +b seed1 +c seed2", done.stdout)
     for path in paths:
-        hero = (path / "report.html").read_text(encoding="utf-8").split("<section")[1]
+        hero = (path / "report.html").read_text(encoding="utf-8").split("<section")[0]
         assert all(f"seed{i} <b>" in hero for i in range(3))
         assert hero.count('class="line') == 3
 
@@ -161,7 +157,7 @@ def test_a_run_that_measured_nothing_is_shown(tmp_path):
     run = report.read_run(
         write_run(tmp_path / "blank", [{"step": s, "reward": None} for s in (1, 2, 3)]), "b"
     )
-    assert "no reward was measured" in report.plot([run], unicode=True)
+    assert "no reward was measured" in report.plot([run])
     assert {v for k, v in report.headline(run) if k != "steps"} == {"-"}
     assert Page(report.page(run, [run])).tags.count("svg") == 0
 
@@ -193,6 +189,5 @@ def test_ticks_enclose_the_values_evenly(low, high):
 
 
 def test_smoothing_keeps_a_constant_and_halves_noise():
-    assert report.smooth([(s, 2.0) for s in range(50)]) == [(s, 2.0) for s in range(50)]
-    noisy = report.smooth([(s, (-1.0) ** s) for s in range(200)])
-    assert max(abs(v) for _, v in noisy) <= 0.5 and not any(math.isnan(v) for _, v in noisy)
+    assert report.smooth(np.full(50, 2.0)).tolist() == [2.0] * 50
+    assert abs(report.smooth((-1.0) ** np.arange(200))).max() <= 0.5
