@@ -10,9 +10,9 @@ Of low-rank adapters it holds, in place of the model, adapter_config.json and ad
 --merge_on_save the model with them merged in, and the two in adapter/.
 
 A save costs the training a copy to the CPU (12 bytes a parameter of host memory, over all ranks, until it is
-written); the files are written beside it, each rank its own part, on a file system that all ranks see. The
-directory has another name until it is complete, so that a half-written one is never picked up. The position
-that is saved is the *trained* one, not the generator's, which runs ahead.
+written); the files are written beside it, on a file system that all ranks see. The directory has another name
+until it is complete, so that a half-written one is never picked up. The position that is saved is the
+*trained* one, not the generator's, which runs ahead.
 
 Never: leave a directory called checkpoint-N that is not complete.
 """
@@ -35,9 +35,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from client import Notice
-from lora import adapter_state, save_adapter
+from lora import adapter_state, merging, save_adapter
 from options import OptionError
-from pretrained import Layout, local, write_beside
+from pretrained import local, saved_tensors, write, write_beside
 
 LAST_SAVE_S = 10.0  # how long a run that is ended waits for the checkpoint it was writing
 
@@ -106,26 +106,22 @@ class Saver:
         rollout_state.json. Waits for the save before this one; that one's error has been said."""
         with contextlib.suppress(SaveError):
             self.wait()
-        only_model = self.options.save_only_model
-        self.dtype = getattr(torch, self.options.compute_dtype)
-        values, whole, layout = {}, {}, None
-        adapter = adapter_state(self.model) if self.options.lora_r else None
-        if adapter is None or self.options.merge_on_save:
-            layout = Layout(self.model, self.dtype)
-            values = {name: on_cpu(local(layout.value(name))) for name in layout.tensors}
-            whole = layout.gather()
-        shards = {}
-        if not only_model:
+        options, parts, shards = self.options, {}, {}
+        adapter = adapter_state(self.model) if options.lora_r else None
+        if adapter is None or options.merge_on_save:
+            merged = merging(self.model)
+            parts = {n: on_cpu(local(merged(tensor))) for n, tensor in saved_tensors(self.model).items()}
+        if not options.save_only_model:
             shards = sharded_state(self.model, self.optimizer)
             for name, tensor in shards.items():
-                own = values.get(name.removeprefix("model."))
+                own = parts.get(name.removeprefix("model."))
                 own = on_cpu(local(tensor)) if own is None else own
                 is_shard = isinstance(tensor, DTensor)
                 shards[name] = DTensor(own, tensor._spec, requires_grad=False) if is_shard else own
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        state = {"step": step, "only_model": only_model, "options": kept(self.options), **state}
-        work = (state, layout, values, whole, adapter, shards, torch.get_rng_state())
+        state = {"step": step, "only_model": options.save_only_model, "options": kept(options), **state}
+        work = (state, parts, adapter, shards, torch.get_rng_state())
         self.thread = threading.Thread(target=self.write, args=work, daemon=True)
         self.thread.start()
 
@@ -148,26 +144,25 @@ class Saver:
         with contextlib.suppress(RuntimeError):
             self.wait(LAST_SAVE_S)
 
-    def write(self, state: dict, layout: Layout | None, values, whole, adapter, shards, random_state) -> None:
+    def write(self, state: dict, parts: dict, adapter: dict | None, shards: dict, random_state) -> None:
         final = Path(self.options.output_dir) / f"checkpoint-{state['step']}"
         partial = final.with_name(f"partial-{final.name}")
-        rank = dist.get_rank()
+        rank, dtype = dist.get_rank(), getattr(torch, self.options.compute_dtype)
 
         def prepare():
             for kind in ("partial", "removed"):  # what a save or a removal that was cut short has left
                 for path in final.parent.glob(f"{kind}-checkpoint-*"):
                     shutil.rmtree(path)
             (partial / "rng").mkdir(parents=True)
-            if layout:
-                layout.create(partial)
-                write_beside(partial, self.model, self.options, self.tokenizer, self.dtype)
+            self.tokenizer.save_pretrained(partial)
+            if parts:
+                write_beside(partial, self.model, self.options, dtype)
             if adapter:
-                save_adapter(partial / "adapter" if layout else partial, adapter, self.options)
-                self.tokenizer.save_pretrained(partial)
+                save_adapter(partial / "adapter" if parts else partial, adapter, self.options)
 
         def fill():
-            if layout:
-                layout.fill(partial, values, whole)
+            if parts:
+                write(partial, self.model, parts, dtype, self.group)
             if shards:
                 torch.save(random_state, partial / "rng" / f"rank-{rank}.pt")
 

@@ -1,12 +1,10 @@
 """Models in the Hugging Face format: read into a sharded model, written out of one. No rank holds it whole.
 
     read     *.safetensors -- the slices of this rank --> its part of every parameter
-    write    its part of every parameter -- bytes, to where they belong --> *.safetensors and their index
+    write    its part of every parameter -- a tensor at a time --> rank 0 --> *.safetensors and their index
 
-FSDP2 splits a parameter along its first dimension, so what a rank holds is one run of bytes of the file: all
-ranks write into the same files, and nothing is gathered. Some names differ between file and model, and some
-tensors are cut otherwise (one per expert in the file, one of all experts in the model): both directions ask
-the rules that transformers itself loads and saves by.
+Some names differ between file and model, and some tensors are cut otherwise (one per expert in the file, one
+of all experts in the model): both directions ask the rules that transformers itself loads and saves by.
 
 Never: guess at a name. What the files hold and the model does not know, or the reverse, is an error.
 """
@@ -20,12 +18,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -33,7 +30,6 @@ from transformers.core_model_loading import (
     Chunk,
     Concatenate,
     MergeModulelist,
-    SplitModulelist,
     Transpose,
     WeightConverter,
     WeightRenaming,
@@ -44,9 +40,8 @@ from transformers.core_model_loading import (
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from conversation import first_line
-from lora import is_adapter, merging
+from lora import is_adapter
 from options import OptionError
-from sync import full_tensor
 
 FILE_BYTES = 5 << 30  # most bytes of tensors in one file that is written
 SOURCE = ("revision", "subfolder", "token", "cache_dir", "local_files_only")  # where from, not how
@@ -237,6 +232,13 @@ def by_experts(converter, tensor: torch.Tensor, sources: dict[str, list]) -> boo
     )
 
 
+def keeps_rows(operation) -> bool:
+    """Does it leave the first dimension alone?"""
+    if isinstance(operation, Transpose):
+        return min(operation.dim0, operation.dim1) > 0 and not operation.check_dims
+    return isinstance(operation, (Concatenate, Chunk)) and operation.dim > 0
+
+
 def fill(name: str, tensor: torch.Tensor, value: torch.Tensor, twin: str) -> None:
     target = local(tensor)
     if target.shape != value.shape:
@@ -267,14 +269,6 @@ def complain(model, missing: list[str], unexpected: list[str], name: str) -> Non
 # ---- writing
 
 
-class Group(NamedTuple):
-    """Tensors of the model that become tensors of the files together."""
-
-    names: list[str]  # the model's
-    by_rows: bool  # is what becomes of a row known without the other rows?
-    experts: bool  # is each row a tensor of the files, or several?
-
-
 def saved_tensors(model) -> dict[str, torch.Tensor]:
     """What files hold of a model, by the model's own names: parameters, tied ones once, and buffers."""
     kept = model.state_dict().keys()
@@ -282,166 +276,98 @@ def saved_tensors(model) -> dict[str, torch.Tensor]:
     return {n: p for n, p in model.named_parameters() if not is_adapter(n)} | buffers
 
 
-def groups(model, names) -> list[Group]:
-    """What `as_saved` has to be given together."""
+def write(path: Path, model, parts: dict[str, torch.Tensor], dtype: torch.dtype, group) -> None:
+    """Write a model to *.safetensors from `parts`, what each rank holds of `saved_tensors`, on the CPU.
+
+    Every rank calls it; rank 0 alone writes, what it gathers over `group` a few tensors at a time.
+    """
+    gathering = gathered(model, parts, dtype, group)
+    try:
+        files, held, size = [], {}, 0
+        for name, tensor in gathering:
+            if held and size + tensor.nbytes > FILE_BYTES:
+                files.append(write_file(path, held))
+                held, size = {}, 0
+            held[name] = tensor
+            size += tensor.nbytes
+        if held:
+            files.append(write_file(path, held))
+        name_files(path, files)
+    finally:
+        for _ in gathering:  # where rank 0 cannot write, the others still give it their parts
+            pass
+
+
+def gathered(model, parts, dtype: torch.dtype, group) -> Iterator[tuple[str, torch.Tensor]]:
+    """At rank 0: all that the files hold, by the names and in the cut they have. Elsewhere nothing."""
+    tensors = saved_tensors(model)
+    for names in groups(model, tensors):
+        whole = {name: gather(tensors[name], parts[name], dtype, group) for name in names}
+        if dist.get_rank() == 0:
+            yield from revert_weight_conversion(model, whole).items()
+
+
+def groups(model, names) -> list[list[str]]:
+    """Tensors of the model that become tensors of the files together."""
     rules = [rule.reverse_transform() for rule in reversed(getattr(model, "_weight_conversions", []))]
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    found: dict[str, tuple[list[str], str | None]] = {}
+    found: dict[str, list[str]] = {}
     for name in names:
         target, pattern = rename_source_key(name, renamings, converters, reverse=True)
-        found.setdefault(target if pattern else f"={name}", ([], pattern))[0].append(name)
-    operations = {pattern: rule.operations for rule in converters for pattern in rule.source_patterns}
-    return [
-        Group(several, pattern is None or splits_rows(operations[pattern]), pattern is not None)
-        for several, pattern in found.values()
-    ]
+        found.setdefault(target if pattern else f"={name}", []).append(name)
+    return list(found.values())
 
 
-def splits_rows(operations: list) -> bool:
-    *rest, last = operations
-    return isinstance(last, SplitModulelist) and last.dim == 0 and all(map(keeps_rows, rest))
-
-
-def keeps_rows(operation) -> bool:
-    """Does it leave the first dimension alone?"""
-    if isinstance(operation, Transpose):
-        return min(operation.dim0, operation.dim1) > 0 and not operation.check_dims
-    return isinstance(operation, (Concatenate, Chunk)) and operation.dim > 0
-
-
-def as_saved(model, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A group's tensors by the names, and in the cut, that the files have; meta tensors will do."""
-    return revert_weight_conversion(model, tensors)
-
-
-def blank(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    kind = dtype if tensor.is_floating_point() else tensor.dtype
-    return torch.empty(tensor.shape, dtype=kind, device="meta")
-
-
-class Layout:
-    """Where every tensor goes: the same on every rank, computed from names and shapes alone."""
-
-    def __init__(self, model, dtype: torch.dtype, file_bytes: int = FILE_BYTES):
-        self.model, self.dtype = model, dtype
-        self.tensors, self.merged = saved_tensors(model), merging(model)
-        self.groups = groups(model, self.tensors)
-        contents, size = [{}], 0
-        for group in self.groups:
-            blanks = {name: blank(self.tensors[name], dtype) for name in group.names}
-            for name, tensor in as_saved(model, blanks).items():
-                if size and size + tensor.nbytes > file_bytes:
-                    contents.append({})
-                    size = 0
-                contents[-1][name] = tensor
-                size += tensor.nbytes
-        self.files: dict[str, tuple[bytes, int]] = {}  # name -> (header, bytes of the tensors)
-        self.places: dict[str, tuple[str, int]] = {}  # tensor -> (file, its first byte)
-        for number, held in enumerate(contents, 1):
-            many = f"-{number:05d}-of-{len(contents):05d}" if len(contents) > 1 else ""
-            self.add_file(f"model{many}.safetensors", held)
-
-    def add_file(self, file: str, held: dict[str, torch.Tensor]) -> None:
-        entries, end = {"__metadata__": {"format": "pt"}}, 0
-        for name, tensor in held.items():
-            place = [end, end + tensor.nbytes]
-            entries[name] = {
-                "dtype": KINDS[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": place,
-            }
-            end += tensor.nbytes
-        text = json.dumps(entries).encode()
-        header = (len(text) + -len(text) % 8).to_bytes(8, "little") + text + b" " * (-len(text) % 8)
-        self.files[file] = header, end
-        for name in held:
-            self.places[name] = file, len(header) + entries[name]["data_offsets"][0]
-
-    def create(self, path: Path) -> None:
-        """Make the files, empty but for their headers, and the index of several. One rank calls it."""
-        for file, (header, size) in self.files.items():
-            with (path / file).open("wb") as opened:
-                opened.write(header)
-                opened.truncate(len(header) + size)
-        if len(self.files) > 1:
-            total = sum(size for _, size in self.files.values())
-            index = {
-                "metadata": {"total_size": total},
-                "weight_map": {n: f for n, (f, _) in self.places.items()},
-            }
-            (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-
-    def value(self, name: str) -> torch.Tensor:
-        """What is written under a name: the model's tensor, adapters merged in. Every rank calls this."""
-        return self.merged(self.tensors[name])
-
-    def gather(self) -> dict[str, torch.Tensor]:
-        """Whole tensors, on rank 0's CPU, of the few groups that cannot be written part by part. Every rank
-        calls this."""
-        whole = {}
-        for group in self.groups:
-            for name in [] if group.by_rows else group.names:
-                tensor = full_tensor(self.value(name))
-                if dist.get_rank() == 0:
-                    whole[name] = tensor.to("cpu", copy=True)
-        return whole
-
-    def fill(self, path: Path, values: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
-        """Write this rank's part (`values`, on the CPU) into the files. Every rank calls it."""
-        opened = {file: (path / file).open("r+b") for file in self.files}
-        try:
-            for group in self.groups:
-                for name, row, value in self.pieces(group, values, whole):
-                    file, place = self.places[name]
-                    value = value.to(self.dtype) if value.is_floating_point() else value
-                    stride = value[0].nbytes if value.ndim else 0
-                    opened[file].seek(place + row * stride)
-                    opened[file].write(value.contiguous().flatten().view(torch.uint8).numpy())
-        finally:
-            for file in opened.values():
-                file.close()
-
-    def pieces(self, group: Group, values: dict, whole: dict) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """What this rank writes of a group: name in the files, first row, tensor."""
-        if not group.by_rows:
-            if dist.get_rank() == 0:
-                yield from (
-                    (n, 0, v) for n, v in as_saved(self.model, {n: whole[n] for n in group.names}).items()
-                )
-            return
-        (name,) = group.names
-        tensor = self.tensors[name]
-        rows = part(tensor)[0] if tensor.ndim else slice(0, 1)
-        if not writes(tensor) or rows.start == rows.stop:
-            return
-        mine = as_saved(self.model, {name: values[name]})
-        if not group.experts:
-            yield from ((n, rows.start, value) for n, value in mine.items())
-            return
-        every = list(
-            as_saved(self.model, {name: blank(tensor, self.dtype)})
-        )  # all experts of gate, then of up
-        starts = range(0, len(every), tensor.shape[0])
-        names = [every[start + row] for start in starts for row in range(rows.start, rows.stop)]
-        yield from ((n, 0, value) for n, value in zip(names, mine.values(), strict=True))
-
-
-def writes(tensor: torch.Tensor) -> bool:
-    """Does this rank write its part? Where parts are replicated the first of the replicas does."""
+def gather(tensor: torch.Tensor, own: torch.Tensor, dtype: torch.dtype, group) -> torch.Tensor | None:
+    """A tensor at rank 0's CPU, in `dtype` where it is of floats, from the rows that each rank holds."""
+    own = own.to(dtype) if own.is_floating_point() else own
     if not isinstance(tensor, DTensor):
-        return dist.get_rank() == 0
-    place = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
-    return all(number == 0 for number, placement in place if isinstance(placement, Replicate))
+        return own
+    ranks = tensor.device_mesh.size(-1)  # the first so many hold all of it; others may hold copies
+    padded = own.new_zeros(-(-len(tensor) // ranks), *tensor.shape[1:])
+    padded[: len(own)] = own
+    first = dist.get_rank() == 0
+    rows = [torch.empty_like(padded) for _ in range(dist.get_world_size())] if first else None
+    dist.gather(padded, rows, group=group)
+    return torch.cat(rows[:ranks])[: len(tensor)] if first else None
 
 
-def write_beside(path: Path, model, options, tokenizer, dtype: torch.dtype) -> None:
-    """All that a directory of weights needs to be loaded: config, tokenizer, and what its source has more."""
+def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[Path, list[str]]:
+    """A safetensors file. The library's own writer would hold up the threads that train meanwhile."""
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, tensor in tensors.items():
+        place = [end, end := end + tensor.nbytes]
+        header[name] = {"dtype": KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path = path / f"{next(iter(tensors))}.part"
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return path, list(tensors)
+
+
+def name_files(path: Path, files: list[tuple[Path, list[str]]]) -> None:
+    """Their names say how many there are, and an index of several says what each holds."""
+    places, size = {}, 0
+    for number, (file, names) in enumerate(files, 1):
+        many = f"-{number:05d}-of-{len(files):05d}" if len(files) > 1 else ""
+        size += file.stat().st_size
+        file = file.rename(path / f"model{many}.safetensors")
+        places |= dict.fromkeys(names, file.name)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": size}, "weight_map": places}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def write_beside(path: Path, model, options, dtype: torch.dtype) -> None:
+    """All that a directory of weights needs beside a tokenizer: config, and what its source has more."""
     config = copy.deepcopy(model.config)
     config.dtype, config.architectures = dtype, [type(model).__name__]
     config.save_pretrained(path)
     model.generation_config.save_pretrained(path)
-    tokenizer.save_pretrained(path)
     for name in PROCESSOR_FILES:
         quiet = dict(_raise_exceptions_for_missing_entries=False, **source_of(options))
         if (file := cached_file(options.model, name, **quiet)) is not None:

@@ -17,7 +17,7 @@ from transformers.utils import logging  # noqa: E402
 
 import pretrained  # noqa: E402
 import start  # noqa: E402
-from checkpoint import Saver  # noqa: E402
+from checkpoint import SaveError, Saver  # noqa: E402
 from options import Options  # noqa: E402
 from sync import full_tensor  # noqa: E402
 
@@ -78,12 +78,30 @@ def round_trip(path: Path, ranks) -> list[int]:
         for number, tensor in enumerate(pretrained.saved_tensors(whole).values()):
             tensor.add_(number + 1)
     saver = Saver(options, model, None, tokenizer, None)
+    assert "disk full" in failed(saver)
     saver.save(1, {})
     saver.wait()
     again = type(model).from_pretrained(saver.saved, dtype=torch.float32)
     same(model, again)
     assert names(saver.saved) == names(path)
     return read
+
+
+def failed(saver: Saver) -> str:
+    """What every rank is told, within seconds, when rank 0 cannot write."""
+
+    def full(*_):
+        raise OSError("disk full")
+
+    inner, pretrained.write_file = pretrained.write_file, full
+    saver.save(1, {})
+    try:
+        saver.wait(20.0)
+    except SaveError as error:
+        return str(error)
+    finally:
+        pretrained.write_file = inner
+    return ""
 
 
 def names(path: Path) -> set[str]:

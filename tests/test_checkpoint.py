@@ -5,7 +5,6 @@ import json
 import resource
 import shutil
 import threading
-from functools import partial
 
 import pytest
 import torch
@@ -220,7 +219,7 @@ def test_a_save_that_fails_beside_the_training_is_said_and_the_next_one_works(tm
     model, optimizer, tokenizer = tiny()
     saver = saver_of(tmp_path, model, optimizer, tokenizer)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.Layout, "fill", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr("pretrained.write_file", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
         saver.save(1, state_at(1))
         saver.thread.join()
     assert "OSError: disk full; training goes on from memory, free some space" in capsys.readouterr().out
@@ -231,7 +230,7 @@ def test_a_save_that_fails_beside_the_training_is_said_and_the_next_one_works(tm
 
 def test_large_models_are_written_as_several_files_with_an_index(tmp_path, monkeypatch):
     model, optimizer, tokenizer = tiny()
-    monkeypatch.setattr(checkpoint, "Layout", partial(checkpoint.Layout, file_bytes=200_000))
+    monkeypatch.setattr("pretrained.FILE_BYTES", 200_000)
     path = save(tmp_path, 1, model, optimizer, tokenizer, only_model=True)
     files = sorted(path.glob("model-*.safetensors"))
     assert len(files) > 3 and files[0].name.endswith(f"of-{len(files):05d}.safetensors")
