@@ -26,7 +26,6 @@ from client import ServerError
 from link import Link, SyncError
 from lora import RANKS_OF_VLLM, adapter_state, save_adapter
 from options import OptionError, Options
-from questions import is_paused
 from sync import Fleet
 
 
@@ -93,7 +92,7 @@ def choose(servers, options: Options) -> str:
     """What --lora_sync means for these servers, merged or adapter. OptionError where they do not fit it."""
     if not options.lora_r or options.lora_sync == "merged":
         return "merged"
-    limits = {server: lora_limits(server) for server in servers}
+    limits = {server: server.server_info()["vllm_config"].get("lora_config") for server in servers}
     if options.lora_sync == "auto":
         without = [server.url for server, found in limits.items() if found is None]
         if without or options.lora_modules_to_save:
@@ -102,7 +101,9 @@ def choose(servers, options: Options) -> str:
             return "merged"
     if problems := [f"{s.url} {line}" for s, found in limits.items() for line in misfits(s, found, options)]:
         flags = f"--enable-lora --max-loras {slots(options)} --max-lora-rank {served_rank(options)}"
-        start = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {options.model} {flags}"
+        start = (
+            f"VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {options.model} {flags}"
+        )
         raise OptionError("\n".join([*problems, f"Start it with {start}, or take --lora_sync merged"]))
     held, folder = f"must hold the weights of --model {options.model}", Path(options.output_dir).absolute()
     print(f"note: servers get adapters alone (--lora_sync): they {held}, and read {folder}", flush=True)
@@ -119,33 +120,20 @@ def served_rank(options: Options) -> int:
     return next((rank for rank in RANKS_OF_VLLM if rank >= options.lora_r), options.lora_r)
 
 
-def lora_limits(server) -> dict | None:
-    """Its max_loras and max_lora_rank; neither where it does not tell, None where LoRA is off."""
-    try:
-        return server.server_info()["vllm_config"].get("lora_config", {})
-    except ServerError as error:
-        if error.status != 404:
-            raise
-        return {}
-
-
 def misfits(server, limits: dict | None, options: Options) -> list[str]:
-    """What keeps a server from sampling with this run's adapters, a line each."""
+    """What keeps a server from sampling with this run's adapters, a line each; `limits`: its lora_config."""
     if limits is None:
         return ["runs without LoRA"]
     found, wanted = [], slots(options)
-    if limits.get("max_lora_rank", options.lora_r) < options.lora_r:
+    if limits["max_lora_rank"] < options.lora_r:
         found.append(f"takes adapters up to rank {limits['max_lora_rank']}, --lora_r is {options.lora_r}")
-    if limits.get("max_loras", wanted) < wanted:
+    if limits["max_loras"] < wanted:
         found.append(f"holds {limits['max_loras']} adapters, --max_staleness + 2 is {wanted}")
     if not server.takes_adapters():
         found.append("loads no adapters while it runs")
     root = server.models()[0].get("root") or options.model
-    if root != options.model and Path(root).resolve() != Path(options.model).resolve():
+    if Path(root).resolve() != Path(options.model).resolve():
         found.append(f"serves {root}; these adapters are trained for the weights of {options.model}")
-    used = is_paused(server)
-    with contextlib.suppress(ServerError):  # before vLLM 0.28 weights have no label
-        used = used or server.weight_version() != "default"
-    if used:
+    if server.is_paused() or server.weight_version() not in (None, "default"):
         found.append("holds, or waits for, weights that another run has sent; it has to be restarted")
     return found

@@ -1,8 +1,7 @@
 """The one place that knows the server's HTTP API (vLLM 0.26 and later, or serve.py, which answers alike).
 
-    complete   POST /v1/completions           prompt ids in, token ids and log-probabilities out; retried
-               or   /inference/v1/generate    where the server has it and answers sooner (questions.py)
-    score      POST /v1/completions           what a teacher thinks of given tokens; retried
+    complete   POST /v1/completions   prompt ids in, token ids and log-probabilities out; retried
+    score      POST /v1/completions   what a teacher thinks of given tokens; retried
     reads      GET  /health /version /v1/models /server_info /get_world_size /is_paused /metrics
     updates    POST /pause /resume /abort_requests /init_weight_transfer_engine /start_weight_update
                     /update_weights /finish_weight_update   once each: a second could meet a half-done update
@@ -17,7 +16,6 @@ read by its place in the answer instead of its id (tests/test_client.py::test_sa
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import random
@@ -36,8 +34,7 @@ FIRST_NOTICE_S, NOTICE_EVERY_S = 30.0, 60.0
 ROUNDING = 1e-4  # how far above 0 a log-probability may lie
 OUTSIDE = -9999.0  # how JSON carries minus infinity: a token that sampling could not have drawn
 TOKEN_ID = "token_id:"
-ONE_TOKEN = {"max_tokens": 1, "temperature": 1.0, "top_k": 1}  # of a question that no sampling is asked for
-COMPLETIONS, TOKENS = "/v1/completions", "/inference/v1/generate"
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)  # what reading raises
 
 
 class Notice:
@@ -64,12 +61,6 @@ class ServerError(RuntimeError):
         super().__init__(text)
         self.status = status
 
-    @property
-    def max_logprobs(self) -> int | None:
-        """The server's --max-logprobs, if it refused to name more tokens than these."""
-        limit = re.search(r"max allowed: (\d+)", str(self)) if self.status == 400 else None
-        return limit and int(limit[1])
-
 
 @dataclass
 class Completion:
@@ -80,8 +71,6 @@ class Completion:
     topk_ids: np.ndarray | None  # int32 [L, K] by falling probability, -1 = padding; None unless asked for
     topk_logp: np.ndarray | None  # float32 [L, K], -inf where padding
     candidate_ids: tuple | None  # (int32 [C], int64 offsets [L+1]) when top_k bounds the set, else None
-    finish_reason: str  # stop, length
-    masked: bool  # did the server name the candidate sets?
     versions: np.ndarray | None  # int32 [L], what made each token; None when the server does not say
 
 
@@ -90,8 +79,7 @@ class Server:
 
     `timeout` (seconds) bounds every call. A completion that fails for a passing reason is asked for again,
     `attempts` times in all, or, when that is None, until `timeout` seconds after its first failure; waits
-    start at `backoff_s` and double. `retry_count` counts the repetitions. Requests go to `endpoint`; where
-    `masks`, its answers name the tokens that could be sampled.
+    start at `backoff_s` and double. `retry_count` counts the repetitions.
     """
 
     def __init__(
@@ -109,8 +97,6 @@ class Server:
         self.attempts = attempts
         self.backoff_s = backoff_s
         self.retry_count = 0
-        self.endpoint = COMPLETIONS
-        self.masks = False
         self._next_notice = 0.0
         self._lock = threading.Lock()
         self._session = requests.Session()
@@ -147,17 +133,21 @@ class Server:
 
     def models(self) -> list[dict]:
         """The served model first (`id`, `max_model_len`), loaded adapters after it."""
-        models = self._read("/v1/models", lambda answer: answer["data"])
-        with self._reading():
-            int(models[0]["max_model_len"])
-        return models
+
+        def checked(answer):
+            int(answer["data"][0]["max_model_len"])
+            return answer["data"]
+
+        return self._read("/v1/models", checked)
 
     def server_info(self) -> dict:
         """The resolved configuration, under `vllm_config`. The first call takes seconds."""
-        info = self._read("/server_info", dict, {"config_format": "json"})
-        with self._reading():
+
+        def checked(info):
             dict(info["vllm_config"]["model_config"])
-        return info
+            return info
+
+        return self._read("/server_info", checked, {"config_format": "json"})
 
     def world_size(self) -> int:
         """Workers that take part in a weight update (tensor x pipeline x data parallel)."""
@@ -165,22 +155,24 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges, see `parse_metrics`. ServerError with status 404 when the server has none."""
-        page = self._call("GET", "/metrics", timeout=min(self.timeout, 30.0)).text
-        with self._reading():
-            return parse_metrics(page)
+        read = lambda data: parse_metrics(data.decode())  # noqa: E731
+        return self._call("GET", "/metrics", read, timeout=min(self.timeout, 30.0))
 
-    def weight_version(self) -> str:
-        """The label of the weights in use: "default" until an update has set one."""
-        return self._read("/weight_info", lambda answer: str(answer["weight_version"]))
+    def weight_version(self) -> str | None:
+        """The label of the weights in use: "default" until an update has set one; None before vLLM 0.28."""
+        try:
+            return self._read("/weight_info", lambda answer: str(answer["weight_version"]))
+        except ServerError as error:
+            if error.status != 404:
+                raise
+            return None
 
     def is_paused(self) -> bool:
         return self._read("/is_paused", lambda answer: bool(answer["is_paused"]))
 
     def _read(self, path: str, pick, params=None):
         """What `pick` finds in the JSON of an answer."""
-        response = self._call("GET", path, params=params)
-        with self._reading():
-            return pick(response.json())
+        return self._call("GET", path, lambda data: pick(json.loads(data)), params=params)
 
     # ---- weight updates
 
@@ -256,7 +248,7 @@ class Server:
         """Sample one completion of `prompt_ids`; with every token come the `logprobs` most likely ones.
 
         logprobs 0 gives the sampled tokens' alone, None not even these. Otherwise, under `top_k`, the answer
-        also holds each token's candidate set: the server's mask, or read from the `top_k` most likely ones.
+        also holds each token's candidate set: it is among the `top_k` most likely ones.
         Every sampling field is sent: one left out would be filled from the model's generation_config.json.
         Requests share cached prefixes only under one `cache_salt`. `model` names an adapter (None = the model
         itself); one that is not loaded is a refusal with status 404.
@@ -266,9 +258,9 @@ class Server:
         TimeoutError when `deadline` (time.monotonic) passes; the server drops the request when its connection
         closes. `give_up`, asked after every failure that may pass, ends the attempts when it returns True.
         """
-        restricted = top_k > 0 and logprobs is not None
-        listed = top_k if restricted and not self.masks else logprobs  # the set holds the most likely ones
-        sampling = {
+        listed = logprobs if logprobs is None else top_k or logprobs  # the candidate set is read from them
+        body = {
+            "prompt": prompt_ids,
             "max_tokens": max_tokens,
             "temperature": temperature,
             "top_p": top_p,
@@ -280,32 +272,17 @@ class Server:
             "seed": seed,
             "n": 1,
             "stop_token_ids": list(stop_token_ids),
+            "logprobs": listed,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "return_weight_versions": True,
         }
-        endpoint = self.endpoint  # of every attempt: the other one takes another body
-        if endpoint == TOKENS:
-            # a sampled token outside its list takes the place of the last one here, so one more is asked for
-            sampling["logprobs"] = listed + 1 if listed else listed
-            body = {"token_ids": prompt_ids, "sampling_params": sampling}
-        else:
-            body = {
-                "prompt": prompt_ids,
-                **sampling,
-                "logprobs": listed,
-                "return_token_ids": True,
-                "return_tokens_as_token_ids": True,
-                "return_weight_versions": True,
-            }
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
         if model is not None:
             body["model"] = model
-
-        def attempt(timeout: float) -> Completion:
-            choice = self._sample(body, prompt_ids, timeout, endpoint)
-            with self._reading():
-                return parse_choice(choice, min(logprobs or 0, listed or 0), restricted, listed is not None)
-
-        return self._retried(attempt, deadline, give_up)
+        width = None if listed is None else min(logprobs, listed)
+        return self._retried(body, lambda choice: parse_choice(choice, width, top_k > 0), deadline, give_up)
 
     def score(self, ids: list[int], count: int, temperature: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
         """What this server's model thinks of a given sequence of L tokens; retried like `complete`.
@@ -315,71 +292,34 @@ class Server:
         float32, -inf. The first token, which nothing predicts, has none. One more token is generated, so L
         must be below max_model_len. vLLM ignores `temperature` here (teachers.py asks whether it does).
         """
-        sampling = {"max_tokens": 1, "temperature": temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-        fields = {"prompt_logprobs": count, "return_token_ids": True, "repetition_penalty": 1.0}
-
-        def attempt(timeout: float) -> tuple[np.ndarray, np.ndarray]:
-            choice = self._sample({"prompt": ids, **sampling, **fields}, ids, timeout, COMPLETIONS)
-            with self._reading():
-                return parse_scores(choice, ids, count + 1)
-
-        return self._retried(attempt, None)
+        body = {"prompt": ids, "max_tokens": 1, "temperature": temperature, "top_p": 1.0, "top_k": 0}
+        body |= {"min_p": 0.0, "repetition_penalty": 1.0, "prompt_logprobs": count, "return_token_ids": True}
+        return self._retried(body, lambda choice: parse_scores(choice, ids, count + 1))
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids that the server makes of a prompt given as text."""
-        body = {"prompt": text, **ONE_TOKEN, "return_token_ids": True}
-        response = self._call("POST", COMPLETIONS, body=body)
-        with self._reading():
-            return list(response.json()["choices"][0]["prompt_token_ids"])
+        body = {"prompt": text, "max_tokens": 1, "temperature": 1.0, "top_k": 1, "return_token_ids": True}
+        read = lambda data: list(json.loads(data)["choices"][0]["prompt_token_ids"])  # noqa: E731
+        return self._call("POST", "/v1/completions", read, body=body)
 
-    def knows(self, token: int) -> bool:
-        """Whether the served model has this token id.
+    def _retried(self, body: dict, parse, deadline: float | None = None, give_up=None):
+        """parse(choice) of the answer to a completion request: the only retry layer there is."""
 
-        Asked as a logit bias of 0, never as a prompt: there vLLM lets the first id past the vocabulary
-        through (its tokenizer counts one more), and its engine dies of a failed assertion on the GPU.
-        """
-        body = {"prompt": [0], **ONE_TOKEN, "logit_bias": {str(token): 0.0}}
-        try:
-            self._call("POST", COMPLETIONS, body=body)
-        except ServerError as error:
-            if error.status != 400:
-                raise
-            return False
-        return True
+        def read(data: bytes):
+            choice = json.loads(data)["choices"][0]
+            if choice["finish_reason"] in ("abort", "error"):
+                raise ServerError(f"{self.url} ended the request: {choice['finish_reason']}", status=503)
+            if choice.get("prompt_token_ids") not in (None, body["prompt"]):
+                raise ValueError(f"sampled from another prompt than the {len(body['prompt'])} tokens it got")
+            return parse(choice)
 
-    def _sample(self, body: dict, prompt_ids: list[int], timeout: float, endpoint: str) -> dict:
-        response = self._call("POST", endpoint, body=body, timeout=timeout)
-        with self._reading(502):  # cut off, by a proxy or a dying server
-            choice = json.loads(response.content)["choices"][0]
-            reason, sent = choice["finish_reason"], choice.get("prompt_token_ids")
-        if reason in ("abort", "error"):
-            raise ServerError(f"{self.url} ended the request: {reason}", status=503)
-        if sent is not None and sent != list(prompt_ids):
-            raise ServerError(
-                f"{self.url} sampled from another prompt than the {len(prompt_ids)} tokens it got", 400
-            )
-        return choice
-
-    @contextlib.contextmanager
-    def _reading(self, status: int = 400):
-        """What goes wrong inside is the answer's fault: a ServerError that names the server."""
-        try:
-            yield
-        except ServerError as error:
-            raise ServerError(f"{self.url}: {error}", error.status) from error
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            what = f"{self.url} sent an answer that cannot be read ({type(error).__name__}: {error})"
-            raise ServerError(f"{what}: is this a vLLM server?", status) from error
-
-    def _retried(self, attempt, deadline: float | None, give_up=None):
-        """attempt(timeout) until it succeeds: the only retry layer there is."""
         first_failure = None
         for number in itertools.count(1):
             left = self.timeout if deadline is None else min(self.timeout, deadline - time.monotonic())
             if left <= 0:
                 raise TimeoutError(f"{self.url}: no time left for the request")
             try:
-                return attempt(left)
+                return self._call("POST", "/v1/completions", read, body=body, timeout=left)
             except ServerError as error:
                 if error.status is not None and error.status < 500:
                     raise
@@ -407,8 +347,10 @@ class Server:
         wait = min(self.backoff_s * 2 ** min(number - 1, 16), LONGEST_WAIT_S)
         time.sleep(wait * random.uniform(0.5, 1.0))  # apart: a server that comes back is not hit at once
 
-    def _call(self, method: str, path: str, *, params=None, body=None, timeout=None) -> requests.Response:
-        """One attempt. ServerError for every answer but 2xx and for no answer at all."""
+    def _call(self, method: str, path: str, read=None, *, params=None, body=None, timeout=None):
+        """One attempt: read(the bytes of the answer). ServerError for every answer but 2xx, for none at all,
+        and for one that cannot be read; when it was cut off, by a proxy or a dying server, with status 502.
+        """
         what, within = f"{method} {self.url}{path}", (CONNECT_S, timeout or self.timeout)
         try:
             answer = self._session.request(method, self.url + path, params=params, json=body, timeout=within)
@@ -417,7 +359,12 @@ class Server:
         if not answer.ok:
             status = answer.status_code
             raise ServerError(f"{what} answered {status}: {error_text(answer, path)}", status)
-        return answer
+        try:
+            return read and read(answer.content)
+        except UNREADABLE as error:
+            cut_off = isinstance(error, (json.JSONDecodeError, UnicodeDecodeError))
+            why = f"{self.url} sent an answer that cannot be read ({type(error).__name__}: {error})"
+            raise ServerError(f"{why}: is this a vLLM server?", 502 if cut_off else 400) from error
 
 
 def error_text(response: requests.Response, path: str) -> str:
@@ -426,7 +373,7 @@ def error_text(response: requests.Response, path: str) -> str:
         content = response.json()
     except ValueError:
         return response.text.strip() or response.reason
-    if content == {"detail": "Not Found"} and path not in ("/metrics", TOKENS):
+    if content == {"detail": "Not Found"} and path != "/metrics":
         return f"no such route; with VLLM_SERVER_DEV_MODE=1 in its environment a server has {path}"
     error = content.get("error", content.get("detail", content)) if isinstance(content, dict) else content
     if isinstance(error, dict) and "message" in error:
@@ -434,91 +381,51 @@ def error_text(response: requests.Response, path: str) -> str:
     return error if isinstance(error, str) else json.dumps(error)
 
 
-def parse_choice(choice: dict, width: int, restricted: bool, scored: bool = True) -> Completion:
-    """One choice of an answer: the `width` most likely tokens, and candidate sets where `restricted`.
+def parse_choice(choice: dict, width: int | None, restricted: bool) -> Completion:
+    """One choice of an answer: the `width` most likely tokens (None: no log-probabilities were asked for),
+    and candidate sets where `restricted`. ValueError for what cannot be trusted.
 
     Per token the server lists its most likely ids, and the sampled id with them when it is not one. The order
     of the entries means nothing. The top list leaves that extra one out, or it would depend on what was
-    sampled (tests/test_client.py::test_top_list_leaves_the_extra_token_out).
+    sampled (tests/test_client.py::test_top_list_leaves_the_extra_token_out). No Python loop over the tokens
+    of {"token_id:N": logp, ...}: this bounds tokens per second.
     """
-    if choice.get("token_ids") is None or (scored and choice.get("logprobs") is None):
-        raise ServerError("the answer has no token ids or log-probabilities: is this a vLLM server?", 400)
     token_ids = as_ids(choice["token_ids"])  # [L]
     length = len(token_ids)
-    sampled_logp = np.full(length, np.nan)
-    topk_ids = topk_logp = candidates = None
-    mask = choice.get("sampling_mask")
-    if scored:
-        ids, logp, counts = listed_tokens(choice["logprobs"])  # [C], [C], [L]; C = all entries
-        if len(counts) != length:
-            raise ServerError(f"the answer has {length} token ids but {len(counts)} log-probabilities", 400)
-        token = np.repeat(np.arange(length), counts)  # [C]
-        sampled = ids == token_ids[token]
-        if np.count_nonzero(sampled) != length:
-            raise ServerError("the answer lacks the log-probability of a sampled token", 400)
-        check_logp(logp)
-        sampled_logp = logp[sampled]
-        if width:
-            topk_ids, topk_logp = most_likely(ids, logp, token, sampled, counts, width)
-        if restricted and mask is not None:
-            if len(mask) != length:
-                raise ServerError(f"the answer has {length} token ids but {len(mask)} sampling masks", 400)
-            candidates = as_ids(list(itertools.chain.from_iterable(mask))), np.cumsum([0, *map(len, mask)])
-        elif restricted:  # a sampled token outside its own set makes it unusable: empty = whole vocabulary
-            candidates = ragged(ids, token, (logp > OUTSIDE) & (sampled_logp > OUTSIDE)[token], length)
-    return Completion(
-        token_ids=token_ids,
-        logp=sampled_logp.astype(np.float32),
-        topk_ids=topk_ids,
-        topk_logp=topk_logp,
-        candidate_ids=candidates,
-        finish_reason=choice["finish_reason"],
-        masked=mask is not None,
-        versions=token_versions(choice.get("weight_versions"), length),
-    )
-
-
-def listed_tokens(logprobs: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What is listed with every token, flat: ids int32 [C], log-probabilities float64 [C], counts int64 [L].
-
-    /v1/completions keys {"token_id:N": logp}: no Python loop over its tokens, this bounds tokens per second.
-    """
-    if "content" in logprobs:
-        lists = [token["top_logprobs"] for token in logprobs["content"]]
-        ids = as_ids([id_of(entry) for entries in lists for entry in entries])
-        logp = np.array([entry["logprob"] for entries in lists for entry in entries], dtype=np.float64)
-        return ids, logp, np.array(list(map(len, lists)), dtype=np.int64)
-    lists = logprobs["top_logprobs"]
-    counts = np.fromiter(map(len, lists), dtype=np.int64, count=len(lists))
+    versions = token_versions(choice.get("weight_versions"), length)
+    if width is None:
+        return Completion(token_ids, np.full(length, np.nan, np.float32), None, None, None, versions)
+    lists = choice["logprobs"]["top_logprobs"]
+    counts = np.fromiter(map(len, lists), dtype=np.int64, count=len(lists))  # [L]
+    if len(counts) != length or not counts.all():
+        raise ValueError(f"it has {length} token ids but {np.count_nonzero(counts)} log-probabilities")
     text = " ".join(itertools.chain.from_iterable(lists))
     if text.count(TOKEN_ID) != counts.sum():
-        raise ServerError(
-            "log-probabilities are keyed by text; the server must honour return_tokens_as_token_ids", 400
-        )
-    ids = as_ids(np.fromstring(text.replace(TOKEN_ID, ""), dtype=np.int64, sep=" "))
-    return ids, np.fromiter(itertools.chain.from_iterable(map(dict.values, lists)), np.float64), counts
+        raise ValueError("log-probabilities are keyed by text: return_tokens_as_token_ids is not honoured")
+    ids = as_ids(np.fromstring(text.replace(TOKEN_ID, ""), dtype=np.int64, sep=" "))  # [C] = all entries
+    logp = np.fromiter(itertools.chain.from_iterable(map(dict.values, lists)), np.float64)  # [C]
+    place, sampled = locate(ids, logp, counts, token_ids)
+    topk_ids = topk_logp = candidates = None
+    if width:
+        topk_ids, topk_logp = most_likely(ids, logp, place, sampled, counts, width)
+    if restricted:  # a sampled token outside its own set makes it unusable: empty = whole vocabulary
+        kept = (logp > OUTSIDE) & (logp[sampled] > OUTSIDE)[place]  # [C]
+        sizes = np.bincount(place[kept], minlength=length)  # [L]
+        candidates = ids[kept], np.concatenate([[0], np.cumsum(sizes)])
+    return Completion(token_ids, logp[sampled].astype(np.float32), topk_ids, topk_logp, candidates, versions)
 
 
 def parse_scores(choice: dict, ids: list[int], width: int) -> tuple[np.ndarray, np.ndarray]:
     """prompt_logprobs, a {id: {"logprob": ...}} per token (None where nothing predicts it), as two tables."""
-    entries = choice.get("prompt_logprobs")
-    if entries is None or len(entries) != len(ids):
-        raise ServerError("the answer lacks prompt_logprobs of the prompt: is this a vLLM server?", 400)
+    entries = choice["prompt_logprobs"]
     counts = np.array([len(entry or ()) for entry in entries], dtype=np.int64)  # [L]
+    if len(counts) != len(ids):
+        raise ValueError(f"it has prompt_logprobs of {len(counts)} tokens, not of {len(ids)}")
     listed = [item for entry in entries if entry for item in entry.items()]
     found = as_ids([int(token) for token, _ in listed])  # [C]
     logp = np.array([value["logprob"] for _, value in listed], dtype=np.float64)  # [C]
-    check_logp(logp)
-    place = np.repeat(np.arange(len(ids)), counts)  # [C]
-    actual = found == np.asarray(ids, dtype=np.int32)[place]  # [C]
-    if np.count_nonzero(actual) != np.count_nonzero(counts):
-        raise ServerError("the answer lacks the log-probability of a token it was given", 400)
+    place, actual = locate(found, logp, counts, as_ids(ids))
     return most_likely(found, logp, place, actual, counts, width)
-
-
-def id_of(entry: dict) -> int:
-    """Of an entry of the token endpoint; before vLLM 0.32 it is {"token": "token_id:N"}."""
-    return entry["token_id"] if "token_id" in entry else int(entry["token"].removeprefix(TOKEN_ID))
 
 
 def as_ids(ids) -> np.ndarray:
@@ -529,10 +436,15 @@ def as_ids(ids) -> np.ndarray:
     return found.astype(np.int32)
 
 
-def check_logp(logp: np.ndarray) -> None:
-    """ValueError for what is no log-probability; a NaN is none."""
-    if logp.size and not logp.max() <= ROUNDING:
+def locate(ids, logp, counts, token_ids) -> tuple[np.ndarray, np.ndarray]:
+    """Of all entries [C], `counts` [L] with each token: whose each one is, and is it that token itself?"""
+    if logp.size and not logp.max() <= ROUNDING:  # nor a NaN
         raise ValueError(f"{logp.max()} is no log-probability")
+    place = np.repeat(np.arange(len(counts)), counts)  # [C]
+    own = ids == token_ids[place]  # [C]
+    if np.count_nonzero(own) != np.count_nonzero(counts):
+        raise ValueError("it lacks the log-probability of a token that was sampled or given")
+    return place, own
 
 
 def most_likely(ids, logp, token, sampled, counts, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -546,13 +458,6 @@ def most_likely(ids, logp, token, sampled, counts, width: int) -> tuple[np.ndarr
     topk_ids[token[keep], rank[keep]] = ids[order][keep]
     topk_logp[token[keep], rank[keep]] = logp[order][keep]
     return topk_ids, topk_logp
-
-
-def ragged(ids, token, keep, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """The kept ids of every token, as values int32 [C] and offsets int64 [L+1]."""
-    offsets = np.zeros(length + 1, dtype=np.int64)
-    np.cumsum(np.bincount(token[keep], minlength=length), out=offsets[1:])
-    return ids[keep], offsets
 
 
 def token_versions(spans: list[dict] | None, length: int) -> np.ndarray | None:

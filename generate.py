@@ -37,7 +37,7 @@ def generate(options: Options) -> dict[str, float]:
         if options.embedded:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             embedded = start_embedded(options, Ranks(0, 1, device, None, None), ends)
-        urls = [server.url for server in reach_servers(options, embedded, None)]
+        urls = [server.url for server in reach_servers(options, embedded)]
         if options.has_teachers:
             check_teachers(options, load_tokenizer(options), None)
         rollouts = RolloutProcess(replace(options, vllm_server_base_url=urls))

@@ -47,7 +47,7 @@ from conversation import (
 from messages import TOO_OLD, EndMessage, GroupMessage, MetricsMessage
 from packing import Sample
 from prompts import Prompt, Prompts
-from questions import needed_logprobs
+from questions import needed_logprobs, price
 from routing import Load, Routing, TooOld
 from scoring import (
     Group,
@@ -312,7 +312,7 @@ class RolloutLoop:
         for _ in range(SCORE_QUEUE):
             self._spawn(self._score_groups())
         await self._until(lambda: self.link.allowance.value > 0, "the first weights to reach the servers")
-        await self.routing.choose_endpoints()
+        print(f"note: {price(self.options)}", flush=True)
         await self.routing.look()
         self._spawn(self.routing.watch())
         if self.eval_rows:

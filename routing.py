@@ -25,9 +25,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from client import COMPLETIONS, Completion, Server, ServerError
+from client import Completion, Server, ServerError
 from conversation import RolloutError
-from questions import choose_endpoint, price
 
 POLL_S = 5.0  # between two looks at a server's /metrics
 
@@ -170,7 +169,6 @@ class Routing:
         if self.up(load):
             print(f"{load.server.url} is down, the other servers take over its rollouts: {why}", flush=True)
         load.lost_at, load.is_up = self.link.told.value, False
-        load.server.endpoint, load.server.masks = COMPLETIONS, False  # it may come back with other flags
 
     def report_changes(self) -> None:
         """Say which servers are asked again, or no more; what set_down found it has said itself."""
@@ -181,17 +179,6 @@ class Routing:
             elif was_up and not load.is_up:
                 print(f"{load.server.url} lacks the current weights and is asked for nothing", flush=True)
                 self._helpers.submit(load.server.abort_all)  # paused for good, it would hold its requests
-
-    async def choose_endpoints(self) -> None:
-        """Ask every server where to send requests, and say what they cost."""
-        up, call = list(filter(self.up, self.loads)), asyncio.get_running_loop().run_in_executor
-        asked = [call(self._helpers, choose_endpoint, load.server, self.options) for load in up]
-        whys = await asyncio.gather(*asked)
-        for load, why in zip(up, whys, strict=True):
-            if load.number == up[0].number or why != whys[0]:
-                print(
-                    f"{load.server.url}: {price(self.options, load.server.masks)}. Asked at {why}", flush=True
-                )
 
     # ---- their load
 

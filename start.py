@@ -188,7 +188,7 @@ def start_embedded(options: Options, ranks: Ranks, ends: ExitStack) -> Popen:
     return process
 
 
-def reach_servers(options: Options, embedded: Popen | None, vocabulary: int | None) -> list[Server]:
+def reach_servers(options: Options, embedded: Popen | None) -> list[Server]:
     """The servers, up and fit for what the options ask. OptionError with what to do."""
     urls = options.vllm_server_base_url
     if embedded:
@@ -196,7 +196,7 @@ def reach_servers(options: Options, embedded: Popen | None, vocabulary: int | No
     servers = [Server(url, options.vllm_server_timeout) for url in urls]
     for server in servers:
         try:
-            check_server(server, options, vocabulary)
+            check_server(server, options)
         except ServerError as error:
             raise OptionError(str(error)) from error
     return servers

@@ -160,12 +160,9 @@ def misfit(server: Server, options: Options, tokenizer, vocabulary: int | None) 
     try:
         named, logp = server.score(ids, wanted, options.teacher_temperature)
     except ServerError as error:
-        if error.max_logprobs is None:
+        if "max allowed" not in str(error):
             raise
-        return (
-            f"it names at most {error.max_logprobs} tokens, --teacher_top_k is {wanted}: start it with "
-            f"--max-logprobs {wanted}, or lower --teacher_top_k"
-        )
+        return f"{error}: start it with --max-logprobs {wanted}, or lower --teacher_top_k"
     check_ids(named, vocabulary, "it")
     if options.teacher_temperature != 1 and np.array_equal(logp, server.score(ids, wanted)[1]):
         return (

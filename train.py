@@ -431,10 +431,9 @@ def begin(options: Options, rollouts, sync, ends: ExitStack) -> Run:
     model, tokenizer = load_model(options, ranks)
     optimizer, scheduler = make_optimizer(options, model)
     step, version, progress = resume(start, model, optimizer, scheduler)
-    vocabulary = model.get_input_embeddings().num_embeddings
-    servers = reach_servers(options, embedded, vocabulary) if needs_servers else []
+    servers = reach_servers(options, embedded) if needs_servers else []
     if ranks.rank == 0 and rollouts is None:
-        check_teachers(options, tokenizer, vocabulary)
+        check_teachers(options, tokenizer, model.get_input_embeddings().num_embeddings)
     if sync is None:
         options, sync = make_sync(options, servers, ranks)
     budget = token_budget(options, servers, ranks)

@@ -6,7 +6,7 @@
 
 Every answer is `--tokens` long and carries `--logprobs` alternatives a token, in the shape of a recorded
 answer of vLLM 0.32; the server sends it as soon as it has read the request, so the client is what limits.
-Printed per endpoint: tokens/s of wall time, the rollout process's share of a core, tokens per second of its
+Printed: tokens/s of wall time, the rollout process's share of a core, tokens per second of its
 processor time, bytes received per token, and how late the event loop ever was (its heart beats every 50 ms).
 """
 
@@ -29,8 +29,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from client import COMPLETIONS, TOKENS  # noqa: E402  (this script has the name of a module)
-from messages import GroupMessage  # noqa: E402
+from messages import GroupMessage  # noqa: E402  (this script has the name of a module)
 from options import Options  # noqa: E402
 from process import RolloutProcess  # noqa: E402
 from rollout import TICK_S  # noqa: E402
@@ -38,7 +37,7 @@ from rollout import TICK_S  # noqa: E402
 VOCABULARY = 151_936
 GROUP = 8
 ANSWERS = 32  # different ones
-PROMPT = re.compile(rb'"(?:prompt|token_ids)": (\[[^]]*\])')
+PROMPT = re.compile(rb'"prompt": (\[[^]]*\])')
 METRICS = 'vllm:kv_cache_usage_perc 0.5\nvllm:cache_config_info{kv_cache_size_tokens="100000000"} 1\n'
 
 
@@ -80,42 +79,19 @@ def completion(ids, tops, logps) -> dict:
     }
 
 
-def tokens_choice(ids, tops, logps) -> dict:
-    content = []
-    for top, row in zip(tops, logps, strict=True):
-        named = [
-            {"token_id": i, "logprob": p, "rank": r} for r, (i, p) in enumerate(zip(top, row, strict=True), 1)
-        ]
-        content.append(named[0] | {"top_logprobs": named})
-    return {
-        "index": 0,
-        "finish_reason": "length",
-        "stop_reason": None,
-        "token_ids": ids,
-        "routed_experts": None,
-        "sampling_mask": None,
-        "weight_versions": [{"version": "1", "start": 0, "end": len(ids)}],
-        "logprobs": {"content": content},
-    }
-
-
-def canned(length: int, logprobs: int, tokens: bool) -> list[tuple[bytes, bytes]]:
+def canned(length: int, logprobs: int) -> list[tuple[bytes, bytes]]:
     """Answers in two halves, between which the prompt belongs."""
     rng, made = np.random.default_rng(0), []
-    width = logprobs + (tokens and logprobs > 0) or 1
+    width = max(logprobs, 1)
     for _ in range(ANSWERS):
         tops = rng.integers(1000, VOCABULARY, (length, width)).tolist()
         ids = rng.integers(40, 240, length).tolist()
         tops = [[i, *top[1:]] for i, top in zip(ids, tops, strict=True)]
         logps = -np.sort(rng.exponential(3, (length, width)).astype(np.float32)).astype(float)
         logps = logps.tolist()
-        if tokens:
-            body = {"request_id": "r", "prompt_token_ids": None, "choices": [tokens_choice(ids, tops, logps)]}
-            made.append((json.dumps(body, separators=(",", ":")).encode(), b""))
-        else:
-            body = {"id": "cmpl-1", "choices": [completion(ids, tops, logps)]}
-            head, _, tail = json.dumps(body, separators=(",", ":")).partition('"prompt_token_ids":[]')
-            made.append((f'{head}"prompt_token_ids":'.encode(), tail.encode()))
+        body = {"id": "cmpl-1", "choices": [completion(ids, tops, logps)]}
+        head, _, tail = json.dumps(body, separators=(",", ":")).partition('"prompt_token_ids":[]')
+        made.append((f'{head}"prompt_token_ids":'.encode(), tail.encode()))
     return made
 
 
@@ -123,7 +99,6 @@ class Canned(asyncio.Protocol):
     """Answers every request with the next canned answer; HTTP/1.1 with as little work as possible."""
 
     answers: list = []
-    endpoint = COMPLETIONS
     served = 0
 
     def connection_made(self, transport):
@@ -141,9 +116,9 @@ class Canned(asyncio.Protocol):
 
     def reply(self, path: str, body: bytes):
         status, kind = "200 OK", "application/json"
-        if path == Canned.endpoint:
+        if path == "/v1/completions":
             head, tail = Canned.answers[Canned.served % ANSWERS]
-            content = head + (PROMPT.search(body)[1] + tail if tail else b"")
+            content = head + PROMPT.search(body)[1] + tail
             Canned.served += 1
         elif path == "/v1/models":
             content = b'{"data":[{"id":"m","max_model_len":32768}]}'
@@ -155,8 +130,8 @@ class Canned(asyncio.Protocol):
         self.transport.write(head.encode() + content)
 
 
-def serve_canned(connection, length: int, logprobs: int, endpoint: str) -> None:
-    Canned.answers, Canned.endpoint = canned(length, logprobs, endpoint == TOKENS), endpoint
+def serve_canned(connection, length: int, logprobs: int) -> None:
+    Canned.answers = canned(length, logprobs)
 
     async def main():
         server = await asyncio.get_running_loop().create_server(Canned, "127.0.0.1", 0, backlog=1024)
@@ -169,12 +144,10 @@ def serve_canned(connection, length: int, logprobs: int, endpoint: str) -> None:
 class CannedServer:
     """The canned server, in a process of its own."""
 
-    def __init__(self, length: int, logprobs: int, endpoint: str = COMPLETIONS):
+    def __init__(self, length: int, logprobs: int):
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        self.process = context.Process(
-            target=serve_canned, args=(theirs, length, logprobs, endpoint), daemon=True
-        )
+        self.process = context.Process(target=serve_canned, args=(theirs, length, logprobs), daemon=True)
         self.process.start()
         self.url = f"http://127.0.0.1:{ours.recv()}"
 
@@ -233,9 +206,9 @@ def watch_heart(link, late: list, over: threading.Event) -> None:
         late[0] = max(late[0], time.monotonic() - link.beat.value - TICK_S)
 
 
-def measure(endpoint: str, arguments) -> dict:
+def measure(arguments) -> dict:
     with (
-        CannedServer(arguments.tokens, arguments.logprobs, endpoint) as server,
+        CannedServer(arguments.tokens, arguments.logprobs) as server,
         tempfile.TemporaryDirectory() as directory,
     ):
         model = model_of_many_tokens(Path(directory))
@@ -253,10 +226,9 @@ def measure(endpoint: str, arguments) -> dict:
         finally:
             over.set()
             process.stop()
-        answers = canned(arguments.tokens, arguments.logprobs, endpoint == TOKENS)
+        answers = canned(arguments.tokens, arguments.logprobs)
         size = sum(len(part) for answer in answers for part in answer)
     return {
-        "endpoint": endpoint,
         "logprobs": arguments.logprobs,
         "tokens_per_s": tokens / seconds,
         "cpu_share": used / seconds,
@@ -282,9 +254,8 @@ def main() -> None:
     parser.add_argument("--json", help="write the figures here")
     arguments = parser.parse_args()
     arguments.rollouts //= 4 if arguments.quick else 1
-    figures = [measure(endpoint, arguments) for endpoint in (COMPLETIONS, TOKENS)]
-    for figure in figures:
-        print(", ".join(f"{k} {v if isinstance(v, str) else f'{v:,.4g}'}" for k, v in figure.items()))
+    figures = measure(arguments)
+    print(", ".join(f"{name} {value:,.4g}" for name, value in figures.items()))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(figures, indent=2))
 

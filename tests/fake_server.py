@@ -63,25 +63,6 @@ def choice_of(ids: list[int], entries: list[dict], finish_reason: str) -> dict:
     }
 
 
-def token_choice_of(ids: list[int], entries: list[dict], finish_reason: str, width: int | None) -> dict:
-    """One element of `choices` at the token endpoint: lists are cut to `width`, the sampled token first."""
-
-    def listed(token, logps):
-        order = {token: logps[token]} | logps
-        named = [{"token_id": i, "logprob": p, "rank": r} for r, (i, p) in enumerate(order.items(), 1)]
-        return named[0] | {"top_logprobs": named[: max(width, 1)]}
-
-    content = None if width is None else [listed(i, e) for i, e in zip(ids, entries, strict=True)]
-    return {
-        "index": 0,
-        "token_ids": ids,
-        "finish_reason": finish_reason,
-        "stop_reason": None,
-        "sampling_mask": None,
-        "logprobs": content and {"content": content},
-    }
-
-
 def teacher_entry(token: int, place: int, count: int) -> dict:
     """What a teacher says of a token at a place: it prefers the ids from 3 on, whatever came before."""
     named = {3 + i: -0.5 - i for i in range(count)}
@@ -105,9 +86,6 @@ class FakeServer:
         self.tokenize = lambda text: list(text.encode())
         self.scoring = self.most_scoring = 0  # requests of teachers' students at once
         self.delay_s = 0.0  # every completion takes this long
-        self.tokens = False  # is there a token endpoint too?
-        self.masks = False  # does it name the tokens that could be sampled?
-        self.token_delay_s = 0.0  # its answers take this long
         self.gate: threading.Event | None = None  # completions wait for it
         self.weight_versions: list[dict] | None = None
         self.adapters: dict[str, str] | None = None  # loaded ones and their folders; None = no such routes
@@ -116,7 +94,6 @@ class FakeServer:
             str, tuple[int, object]
         ] = {}  # path -> (status, json or text) instead of the usual
         self.max_model_len = 1000
-        self.vocabulary: int | None = None  # logit biases of other ids are refused
         self.paused = False
         self.dead = False
         self._port = port
@@ -176,8 +153,6 @@ class FakeServer:
             )
         if parts.path == "/v1/completions":
             return self.complete(http, body)
-        if parts.path == "/inference/v1/generate" and self.tokens:
-            return self.complete(http, {"prompt": body["token_ids"], **body["sampling_params"]}, tokens=True)
         self.reply(http, *self.control(parts.path, dict(parse_qsl(parts.query))))
 
     def adapt(self, path: str, lora_name="", lora_path="") -> tuple[int, object]:
@@ -213,13 +188,13 @@ class FakeServer:
             "/finish_weight_update": (200, {"message": "Weight update finished"}),
         }.get(path, (404, {"detail": "Not Found"}))
 
-    def complete(self, http, body: dict, tokens: bool = False) -> None:
+    def complete(self, http, body: dict) -> None:
         with self._lock:
             self.requests.append(body)
             step = self.script.pop(0) if self.script else "200"
         if self.gate is not None:
             self.gate.wait(30)
-        time.sleep(self.token_delay_s if tokens else self.delay_s)
+        time.sleep(self.delay_s)
         if step == "reset" or self.dead:
             linger = struct.pack("ii", 1, 0)
             http.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
@@ -228,15 +203,8 @@ class FakeServer:
         elif step == "timeout":
             time.sleep(1.0)
             http.close_connection = True
-        elif step == "200" and self.vocabulary and body.get("logit_bias"):
-            known = all(int(token) < self.vocabulary for token in body["logit_bias"])
-            self.reply(http, 200 if known else 400, {"error": {"message": "out-of-vocab token ids"}})
-        elif step == "200" and self.masks and not body["top_k"]:
-            self.reply(http, 400, {"error": {"message": "a sampling mask requires top_k"}})
         elif step == "200" and (isinstance(body["prompt"], str) or body.get("prompt_logprobs")):
             self.reply(http, *self.scores(body))
-        elif step == "200" and tokens:
-            self.reply(http, 200, {"choices": [self.token_choice(body)]})
         elif step in ("truncated", "cut"):  # by whoever wrote it; on its way
             data = json.dumps({"choices": [choice_of(*self.answer(body))]})
             self.reply(http, 200, data[: len(data) // 2], length=len(data) if step == "cut" else None)
@@ -266,15 +234,6 @@ class FakeServer:
         entries = [None] + [self.teach(token, place, count) for place, token in enumerate(ids) if place]
         choice = {"finish_reason": "length", "token_ids": [2], "prompt_token_ids": ids, "logprobs": None}
         return 200, {"choices": [choice | {"prompt_logprobs": entries}]}
-
-    def token_choice(self, body: dict) -> dict:
-        ids, entries, finish_reason = self.answer(body)
-        choice = token_choice_of(ids, entries, finish_reason, body["logprobs"])
-        if self.weight_versions is not None:
-            choice["weight_versions"] = self.weight_versions
-        if self.masks:
-            choice["sampling_mask"] = [sorted(e)[: body["top_k"]] for e in entries]
-        return choice
 
     def reply(self, http, status: int, content, length: int | None = None) -> None:
         data = content.encode() if isinstance(content, str) else json.dumps(content).encode()

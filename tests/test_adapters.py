@@ -288,7 +288,8 @@ def test_a_server_that_is_back_gets_every_version_that_is_kept(fake, trained, tm
 
 # ---- what a server is asked at the start
 
-START = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve m --enable-lora --max-loras 3 --max-lora-rank 32"
+START = "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve m --enable-lora --max-loras 3 "
+START += "--max-lora-rank 32"
 
 
 @pytest.mark.parametrize(
@@ -325,8 +326,6 @@ def test_a_server_that_does_not_fit_is_refused_with_the_flags_to_start_it_with(
 def test_a_server_that_fits_is_told_what_it_must_hold(fake, capsys, tmp_path):
     assert choose([lora_server(fake)], options_of(tmp_path)) == "adapter"
     assert "must hold the weights of --model m" in capsys.readouterr().out
-    del fake.replies["/server_info"], fake.replies["/weight_info"]  # without developer mode
-    assert choose([Server(fake.url)], options_of(tmp_path)) == "adapter"
 
 
 def test_auto_means_adapters_where_every_server_takes_them(fake, capsys, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_server import FakeServer, choice_of, token_choice_of
+from fake_server import FakeServer, choice_of
 
 import client
 from client import Server, ServerError, parse_choice, parse_metrics
@@ -105,7 +105,7 @@ def test_a_request_that_the_server_aborted_is_asked_for_again():
     with FakeServer() as fake:
         fake.script = [(200, {"choices": [choice("inflight_over_pause_abort")]}), "200"]
         server = Server(fake.url, timeout=5, backoff_s=0.001)
-        assert ask(server).finish_reason == "stop" and server.retry_count == 1
+        assert len(ask(server).token_ids) > 0 and server.retry_count == 1
 
 
 def test_503_of_a_paused_server_and_an_answer_cut_short_are_asked_for_again():
@@ -113,7 +113,7 @@ def test_503_of_a_paused_server_and_an_answer_cut_short_are_asked_for_again():
         with FakeServer() as fake:
             fake.script = [fault, fault, "200"]
             server = Server(fake.url, timeout=5, backoff_s=0.001)
-            assert ask(server).finish_reason == "stop" and server.retry_count == 2, fault
+            assert len(ask(server).token_ids) > 0 and server.retry_count == 2, fault
 
 
 # ---- what is sent
@@ -130,43 +130,12 @@ def test_every_sampling_field_is_sent():
     assert "stream" not in body
 
 
-def test_token_endpoint_gets_the_same_settings_and_one_more_log_probability():
-    """A sampled token that is not among the listed ones takes the place of the last of them there."""
+def test_a_candidate_set_is_read_from_as_many_log_probabilities():
     with FakeServer() as fake:
-        fake.tokens, server = True, Server(fake.url, 5)
-        settings = dict(temperature=0.7, top_k=5, min_p=0.1, stop_token_ids=[2], cache_salt="3")
-        ask(server, logprobs=2, **settings)
-        server.endpoint = client.TOKENS
-        for logprobs, masks, asked in [(2, False, 6), (2, True, 3), (0, True, 0), (None, False, None)]:
-            server.masks = masks
-            ask(server, logprobs=logprobs, **settings)
-            path, body = fake.calls[-1]
-            assert path == "/inference/v1/generate" and body["token_ids"] == PROMPT
-            assert body["sampling_params"]["logprobs"] == asked and body["cache_salt"] == "3"
-        completion = fake.calls[0][1]
-        assert completion["logprobs"] == 5, "the candidate set is read from them"
-        assert body["sampling_params"].items() <= (completion | {"logprobs": None}).items()
-        assert set(completion) - set(body["sampling_params"]) == {
-            *(
-                "prompt",
-                "return_token_ids",
-                "return_tokens_as_token_ids",
-                "return_weight_versions",
-                "cache_salt",
-            )
-        }
-
-
-def test_both_endpoints_are_read_alike():
-    for settings in ({"logprobs": 8}, {"logprobs": 0}, {"logprobs": 3, "top_k": 6}, {"logprobs": None}):
-        with FakeServer() as fake:
-            fake.tokens, server = True, Server(fake.url, 5)
-            first = ask(server, **settings)
-            server.endpoint = client.TOKENS
-            second = ask(server, **settings)
-        assert (second.candidate_ids is not None) == ("top_k" in settings)
-        for one, two in zip(vars(first).values(), vars(second).values(), strict=True):
-            np.testing.assert_equal(one, two)
+        for logprobs, top_k, asked in [(2, 5, 5), (0, 5, 5), (8, 5, 5), (2, 0, 2), (None, 5, None)]:
+            answer = ask(Server(fake.url, 5), logprobs=logprobs, top_k=top_k)
+            assert fake.requests[-1]["logprobs"] == asked
+            assert (answer.candidate_ids is not None) == (top_k > 0 and logprobs is not None)
 
 
 def test_pause_names_its_mode_in_the_query():
@@ -318,49 +287,6 @@ def test_candidate_set_is_what_could_be_sampled():
         assert np.exp(row).sum() == pytest.approx(1, abs=1e-5)
 
 
-def test_token_endpoint_is_read_as_recorded():
-    content = choice("generate_tokens")
-    answer = parse_choice(content, 4, restricted=True)
-    listed = [entry["token_id"] for entry in content["logprobs"]["content"][0]["top_logprobs"]]
-    assert answer.topk_ids[0].tolist() == listed and answer.token_ids.tolist() == content["token_ids"]
-    np.testing.assert_allclose(answer.logp[:2], [-1.561630368232727, 0.0])
-    assert answer.topk_ids[1].tolist() == [3575, -1, -1, -1] and answer.versions.tolist() == [-1] * 6
-    values, offsets = answer.candidate_ids
-    assert values[: offsets[1]].tolist() == listed and values[offsets[1] : offsets[2]].tolist() == [3575]
-    alone = parse_choice(choice("generate_weight_versions"), 0, restricted=False)
-    assert alone.logp[0] == pytest.approx(-2.8041050) and alone.topk_ids is None
-    assert alone.versions.tolist() == [7] * 10 + [8] * 14
-
-
-def test_older_token_endpoints_name_tokens_in_words():
-    """vLLM 0.28 to 0.31 answer in the shape of a chat."""
-    content = choice("generate_tokens")
-    new = parse_choice(content, 4, restricted=True)
-    for token in content["logprobs"]["content"]:
-        for entry in token["top_logprobs"]:
-            entry["token"] = f"token_id:{entry.pop('token_id')}"
-    old = parse_choice(content, 4, restricted=True)
-    np.testing.assert_array_equal(old.topk_ids, new.topk_ids)
-    np.testing.assert_array_equal(old.candidate_ids[0], new.candidate_ids[0])
-
-
-def test_top_list_of_the_token_endpoint_does_not_depend_on_what_was_sampled():
-    """Asked for 2, so for 3: a token outside the list comes first, and the two most likely ones after it."""
-    entries = [{9: -6.0, 5: -1.0, 6: -2.0, 7: -3.0}, {6: -2.0, 5: -1.0, 7: -3.0, 9: -6.0}]
-    answer = parse_choice(token_choice_of([9, 6], entries, "length", width=3), 2, restricted=False)
-    assert answer.topk_ids.tolist() == [[5, 6], [5, 6]] and answer.logp.tolist() == [-6.0, -2.0]
-
-
-def test_sampling_mask_is_the_candidate_set():
-    entries = [{9: -1.0, 5: -1.5}, {4: -0.5, 6: -2.0}]
-    content = token_choice_of([9, 4], entries, "stop", 2) | {"sampling_mask": [[3, 5, 9], [4]]}
-    answer = parse_choice(content, 1, restricted=True)
-    assert answer.masked and answer.topk_ids.tolist() == [[9], [4]]
-    assert answer.candidate_ids[0].tolist() == [3, 5, 9, 4] and answer.candidate_ids[1].tolist() == [0, 3, 4]
-    with pytest.raises(ServerError, match="2 token ids but 1 sampling masks"):
-        parse_choice(content | {"sampling_mask": [[4]]}, 1, restricted=True)
-
-
 def filtered(logits, temperature: float, order) -> np.ndarray:
     """Log-probabilities after filters in the given order, each on what the one before has left."""
     logp = np.array(logits) / temperature
@@ -401,23 +327,23 @@ def test_token_outside_its_own_candidate_set_gets_an_empty_one():
 def test_no_log_probabilities_but_the_sampled_ones():
     answer = parse_choice(choice("completions_finish_stop_eos"), 0, False)
     assert answer.topk_ids is None and answer.logp[0] == pytest.approx(-1.8643048)
-    assert answer.finish_reason == "stop" and answer.token_ids[-1] == 2
+    assert answer.token_ids[-1] == 2
 
 
 def test_nothing_is_read_where_no_log_probabilities_were_asked_for():
-    answer = parse_choice(choice("completions_finish_stop_eos") | {"logprobs": None}, 0, False, scored=False)
+    answer = parse_choice(choice("completions_finish_stop_eos") | {"logprobs": None}, None, False)
     assert np.isnan(answer.logp).all() and len(answer.logp) == len(answer.token_ids) > 0
 
 
 def test_answers_that_cannot_be_trusted_are_refused():
     content = choice_of([9, 8], [{9: -1.0}, {8: -1.0}], "stop")
-    with pytest.raises(ServerError, match="3 token ids but 2 log-probabilities"):
+    with pytest.raises(ValueError, match="3 token ids but 2 log-probabilities"):
         parse_choice(content | {"token_ids": [9, 8, 7]}, 1, False)
-    with pytest.raises(ServerError, match="keyed by text"):
+    with pytest.raises(ValueError, match="keyed by text"):
         parse_choice(choice("completions_logprobs8_text_keys"), 8, False)
-    with pytest.raises(ServerError, match="no token ids"):
+    with pytest.raises(ValueError, match="token ids must be whole numbers"):
         parse_choice(choice("completions_no_logprobs_defaults"), 0, False)
-    with pytest.raises(ServerError, match="lacks the log-probability of a sampled token"):
+    with pytest.raises(ValueError, match="lacks the log-probability of a token"):
         content = choice_of([9], [{9: -1.0}], "stop")
         content["logprobs"]["top_logprobs"] = [{"token_id:8": -1.0}]
         parse_choice(content, 1, False)
@@ -447,7 +373,6 @@ NAN = float("nan")
             (("weight_versions",), value)
             for value in ("x", [{}], [{"version": "9" * 20, "start": 0, "end": 2}])
         ),
-        *((("sampling_mask",), value) for value in (["a", "b"], [None, [2]], [[5, -1], [2]])),
     ],
 )
 def test_an_answer_that_cannot_be_read_is_an_error_that_names_the_server(place, value):
@@ -497,7 +422,7 @@ def test_a_read_of_what_is_no_vllm_server_names_it(reply):
 def test_a_request_that_failed_inside_the_server_is_asked_for_again():
     with FakeServer() as fake:
         fake.script = [(200, {"choices": [choice_of([9], [{9: -1.0}], "error")]}), "200"]
-        assert ask(Server(fake.url, 5, backoff_s=0.001)).finish_reason == "stop" and len(fake.requests) == 2
+        assert len(ask(Server(fake.url, 5, backoff_s=0.001)).token_ids) > 0 and len(fake.requests) == 2
 
 
 def test_versions_are_read_from_labels():

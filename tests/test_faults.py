@@ -734,7 +734,7 @@ def test_a_server_with_another_vocabulary_is_refused(refused, other_vocabulary):
         line = refused(*at(served.url), loads=True)
     finally:
         served.close()
-    words_in(line, served.url, f"takes token id {size}", f"--model has {size} ids")
+    words_in(line, served.url, f"vocab_size {size + 8} (trained: {size})")
 
 
 def test_a_server_with_too_few_log_probabilities_is_refused(refused):

@@ -76,21 +76,6 @@ def test_requests_ask_for_no_more_log_probabilities_than_the_objective_needs(mod
         assert (sample.topk_ids is not None) == changes.get("score_centering", True)
 
 
-def test_token_endpoint_gives_the_same_samples_and_the_price_is_told(model, capfd):
-    made = []
-    for tokens in (False, True):
-        with FakeServer() as fake:
-            fake.tokens, fake.delay_s = tokens, 0.1
-            with Run(options_for(model, fake, top_k=5)) as run:
-                made.append({s.rollout_id: s for g in run.groups(4) for s in g.samples})
-        assert tokens == any(path == "/inference/v1/generate" for path, _ in fake.calls[-4:])
-        (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith(fake.url)]
-        assert "5 log-probabilities" in line and ("the faster one" in line) == tokens
-    for name in ("input_ids", "sampler_logp", "topk_ids", "topk_logp", "candidate_ids"):
-        for one, two in ((made[0][i], made[1][i]) for i in range(16)):
-            np.testing.assert_equal(getattr(one, name), getattr(two, name))
-
-
 def test_resume_starts_behind_what_is_done(model):
     expect = case("A20_dropped_group_accounting")["expect"]["resume"]
     options = options_for(model, task_kwargs={"size": 3}, num_train_epochs=3.0)

@@ -159,10 +159,8 @@ def test_dead_server_is_asked_again_once_the_trainer_has_given_it_the_weights(mo
         two.script, two.replies["/health"] = ["500"] * 4, (503, "")
         one.delay_s = two.delay_s = 0.02
         with Run(options_for(model, one, two, task_kwargs={"size": 400})) as run:
-            run.loop.loads[1].server.endpoint = "/inference/v1/generate"
             run.until(lambda: run.loop.routing.down() == [two.url])
             run.groups(15)
-            assert run.loop.loads[1].server.endpoint == "/v1/completions", "it may come back with other flags"
             asked = len(two.requests)  # those that were under way have arrived
             run.groups(25)
             assert len(two.requests) == asked

@@ -312,7 +312,7 @@ def test_a_streamed_row_with_an_unknown_teacher_ends_the_run(model):
     "fault, options, text",
     [
         ({"tokenize": lambda text: [*text.encode()][::-1]}, {}, "must share a tokenizer"),
-        ({"max_logprobs": 5}, {}, "at most 5 tokens, --teacher_top_k is 8: start it with --max-logprobs 8"),
+        ({"max_logprobs": 5}, {}, "greater than max allowed: 5: start it with --max-logprobs 8"),
         (
             {"teach": lambda t, p, k: teacher_entry(t, p, k) | {"9999": {"logprob": -1.0}}},
             {},
