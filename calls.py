@@ -33,12 +33,24 @@ class Caller:
             self._schemas[function] = schema_of(tool)
         return self._schemas[function]
 
+    def close(self) -> None:
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
     async def off_loop(self, function, /, **arguments):
         """Call a task's own function: a coroutine here, anything else on a thread."""
         if is_async(function):
             return await function(**arguments)
         call = functools.partial(function, **arguments)
         return await asyncio.get_running_loop().run_in_executor(self.threads, call)
+
+    async def timed(self, names, function, /, **arguments):
+        """The same; its seconds are recorded under `names`, if it fails too."""
+        started = time.monotonic()
+        try:
+            return await self.off_loop(function, **arguments)
+        finally:
+            for name in names:
+                self.record(name, [time.monotonic() - started])
 
     async def answer(self, calls: list[Call], tools: dict, rollout: Rollout) -> list[dict]:
         """Run the calls of one message in their order: the messages that answer them."""
@@ -65,12 +77,8 @@ class Caller:
         try:
             if call.error is not None:
                 raise ValueError(f"{call.error}: {str(call.arguments)[:SHOWN]}")
-            started = time.monotonic()
-            try:
-                return str(await self.off_loop(tool, **call.arguments)), False
-            finally:
-                for name in ("tools/latency_s", f"tools/{call.name}/latency_s"):
-                    record(name, [time.monotonic() - started])
+            names = "tools/latency_s", f"tools/{call.name}/latency_s"
+            return str(await self.timed(names, tool, **call.arguments)), False
         except (Exception, SystemExit) as error:
             if tool is not None:
                 record(f"tools/{call.name}/failure_count", 1)
@@ -84,7 +92,7 @@ def check_tools(task: Task, environments: Environments, renderer: Renderer, rewa
     """
     sets = [task.tools]
     for name in task.environments:
-        environment = environments.take(name)
+        _, environment = environments.take({"environment": name}, "the task")
         environments.give_back(name, environment)
         methods = tools_of(environment)
         if clash := {t.__name__ for t in methods} & {t.__name__ for t in task.tools}:

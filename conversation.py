@@ -49,6 +49,8 @@ class Rollout:
     reward: float | None = None  # None = no reward from this source
     rollout_id: int = -1
     out_of_room: bool = False  # the context was full before the model had finished
+    given_up: str | None = None  # why the loop ended it: out of time, no room for its prompt, too old
+    earned: tuple[str, float] | None = None  # its environment's class, and the reward
 
 
 # ------------------------------------------------------------------------------------------ turns -> samples

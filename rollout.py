@@ -19,60 +19,28 @@ Never: touch a GPU; lose a group without a message; turn a missing reward into a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import hashlib
 import inspect
 import itertools
 import math
 import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+import scoring
 from calls import Caller, check_tools
 from client import ServerError
-from conversation import (
-    Renderer,
-    Rollout,
-    RolloutError,
-    Turn,
-    model_ids,
-    read_template,
-    samples_of,
-)
+from conversation import Renderer, Rollout, RolloutError, Turn, model_ids, read_template, samples_of
 from messages import TOO_OLD, EndMessage, GroupMessage, MetricsMessage
 from packing import Sample
 from prompts import Prompt, Prompts
 from questions import needed_logprobs, price
 from routing import Load, Routing, TooOld
-from scoring import (
-    Group,
-    MetricsBuffer,
-    Rewards,
-    append_lines,
-    as_reward,
-    completion_lines,
-    completion_metrics,
-    drop_reason,
-    print_completions,
-    total_rewards,
-    trained_metrics,
-)
-from task import (
-    Environments,
-    Task,
-    check_row,
-    environment_name,
-    eval_rows,
-    load_task,
-    locate,
-    opened,
-    tools_of,
-)
+from scoring import Group, MetricsBuffer
+from task import Environments, Task, check_row, eval_rows, load_task, locate, opened, tools_of
 from teachers import Teachers, check_rows, teacher_of
 
 SCORE_QUEUE = 16  # groups that wait to be scored, and as many that are being scored
@@ -82,35 +50,34 @@ CLOSE_S = 5.0  # seconds for close(), and for what is in flight, when the loop e
 MEMORY = 512  # rollouts that the running mean of their tokens looks back on
 
 
-# -------------------------------------------------------------------------------------------------- the loop
+@dataclass(eq=False)
+class Flight(Group):
+    """A group on its way, and what hooks do not see of it."""
 
-
-@dataclass
-class Flight:
-    """A group on its way: what the loop keeps about it beside what hooks see."""
-
-    group: Group
     prompt: Prompt
-    load: Load
-    left: int  # rollouts not finished yet
-    prefix: str = ""  # of its metrics' names: eval/ in an evaluation
-    abandoned: set[int] = field(default_factory=set)  # rollouts that ran out of time, or are too old
-    too_old: bool = False  # one of them is
-    earned: dict[int, tuple[str, float]] = field(default_factory=dict)  # environment's class, its reward
-    samples: list[list[Sample]] = field(default_factory=list)  # per rollout
-    tokens: int = 0  # raw tokens of the samples so far
-    done_at: float = 0.0
+    load: Load  # the server it stays on
+    samples: list[list[Sample]]  # per rollout
+    prefix: str  # of its metrics' names: eval/ in an evaluation
+
+    @property
+    def unfinished(self) -> int:
+        return self.rollouts.count(None)
+
+    @property
+    def tokens(self) -> int:
+        """Raw tokens of its samples so far."""
+        return sum(len(sample) for samples in self.samples for sample in samples)
 
 
-@dataclass
+@dataclass(eq=False)
 class Place:
-    """Whose turn a request is: every request of a rollout finds it in PLACE."""
+    """A rollout that is running. Every request of it finds its place in PLACE."""
 
-    flight: Flight
+    group: Flight
     index: int
-    deadline: float | None
     load: Load  # the group's, or another one once that is down
-    version: int = 0  # of the weights: what servers do not tell of its tokens
+    started: float
+    version: int  # of the weights: what servers do not tell of its tokens
     turns: int = 0
 
 
@@ -146,30 +113,26 @@ class RolloutLoop:
         self.send = send  # send(message), never blocks
         self.tokenizer = None
         self.task: Task | None = None
-        self.eos_ids: set[int] = set()
         self.vocabulary: int | None = None  # rows of the model's output head
         self.prompts: Prompts | None = None
         self.metrics = MetricsBuffer()
         self.routing = Routing(options, link, self.metrics)
         self.loads = self.routing.loads
         self.teachers = Teachers(options, self.metrics) if options.teacher_server_urls else None
-        self._helpers = ThreadPoolExecutor(4, thread_name_prefix="helper")
+        self.caller = Caller(self.record, options.max_concurrent_rollouts)
         self._tasks: set[asyncio.Task] = set()
-        self._ready_to_close = False
-        self._refused = Counter()  # epoch -> prompts that filter_prompt refused
-        self._running: dict[int, float] = {}  # rollout -> when it started
+        self._changed = asyncio.Event()
         self._waiting_for = "the task to load"
-        self._scoring = 0  # groups
-        self._blocked = 0  # finished groups that found the scoring queue full
-        self._unfinished = 0  # rollouts of groups that were started
+        self._running: set[Place] = set()
+        self._flights: set[Flight] = set()  # groups that were started and not sent yet
+        self._scorers = asyncio.Semaphore(SCORE_QUEUE)
+        self._queued = 0  # groups that wait to be scored
+        self._refused = 0  # prompts in a row, by filter_prompt
         self._finished_rollouts = 0
         self._mean_tokens = 0.0  # of a finished rollout's samples
-        self._held_tokens = 0  # of finished rollouts whose group was not sent yet
         self._sent_tokens = 0
         self._reported_at = self._started = time.monotonic()
         self._printed_version = None
-        self._log_lock = asyncio.Lock()
-        self.caller = Caller(self.record, options.max_concurrent_rollouts)
 
     # ---- hooks
 
@@ -225,27 +188,31 @@ class RolloutLoop:
     async def generate_one_turn(self, prompt_ids: list[int]) -> Turn:
         """One request to the group's server, with the options' sampling settings and a seed of its own."""
         options, place = self.options, PLACE.get()
-        prompt = place.flight.prompt
+        group, limit = place.group, options.rollout_timeout
         place.turns += 1
-        seed = request_seed(options.seed, prompt.group_id, prompt.attempt, place.index, place.turns)
         request = dict(
             prompt_ids=[int(token) for token in prompt_ids],
             max_tokens=options.max_completion_length,
             temperature=options.temperature,
             top_p=options.top_p,
             top_k=options.top_k,
-            min_p=options.min_p or 0.0,
-            seed=seed,
-            logprobs=None if place.flight.prefix else needed_logprobs(options),  # evaluations train nothing
-            stop_token_ids=sorted(self.eos_ids),
+            min_p=options.min_p,
+            seed=request_seed(options.seed, group.group_id, group.prompt.attempt, place.index, place.turns),
+            logprobs=None if group.prefix else needed_logprobs(options),  # evaluations train nothing
+            stop_token_ids=sorted(self.renderer.eos_ids),
             cache_salt=str(self.link.version.value),  # never the keys and values of older weights
-            deadline=place.deadline,
+            deadline=None if limit is None else place.started + limit,
         )
         if self.routing.adapters:
             name = options.adapter(place.version)
             request |= dict(model=name, cache_salt=f"{name} {self._started}")  # nor those of an earlier start
         answer = await self.routing.ask(place, request)
-        self.check_vocabulary(answer.token_ids)
+        highest = answer.token_ids.max(initial=0)
+        if self.vocabulary is not None and highest >= self.vocabulary:  # never clamped
+            raise RolloutError(
+                f"the server sampled token {highest}, but the output head of {options.model} has "
+                f"{self.vocabulary} rows: the server does not serve this model"
+            )
         self.metrics.record("rollout/generated_tokens_per_s", (len(answer.token_ids), 0))
         return Turn(
             prompt_ids=prompt_ids,
@@ -273,8 +240,6 @@ class RolloutLoop:
     async def run(self, position: int, finished: set[int]) -> None:
         """Sample prompts from `position` on, without those in `finished`, until the link says stop."""
         self._over = asyncio.get_running_loop().create_future()
-        self._changed = asyncio.Event()
-        self._score_queue: asyncio.Queue[Flight] = asyncio.Queue(SCORE_QUEUE)
         self._spawn(self._tick())
         self._spawn(self._work(position, finished))
         try:
@@ -285,12 +250,9 @@ class RolloutLoop:
                 task.cancel()
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=CLOSE_S)
-            self.routing.close()
-            if self.teachers:
-                self.teachers.close()
-            self.caller.threads.shutdown(wait=False, cancel_futures=True)
-            self._helpers.shutdown(wait=False, cancel_futures=True)
-            if self._ready_to_close:
+            for part in filter(None, (self.routing, self.teachers, self.caller)):
+                part.close()
+            if self.prompts is not None:  # it was loaded
                 await asyncio.wait_for(self.close(), CLOSE_S)
 
     def _spawn(self, coroutine) -> asyncio.Task:
@@ -306,11 +268,8 @@ class RolloutLoop:
             self._over.set_exception(task.exception())
 
     async def _work(self, position: int, finished: set[int]) -> None:
-        await self._in_thread(self._load, position, finished)
-        self._ready_to_close = True
+        await self.caller.off_loop(self._load, position=position, finished=finished)
         await self.setup()
-        for _ in range(SCORE_QUEUE):
-            self._spawn(self._score_groups())
         await self._until(lambda: self.link.allowance.value > 0, "the first weights to reach the servers")
         print(f"note: {price(self.options)}", flush=True)
         await self.routing.look()
@@ -325,31 +284,32 @@ class RolloutLoop:
 
         options = self.options
         source = {"trust_remote_code": options.trust_remote_code}
-        source |= {
-            k: v for k, v in (options.model_init_kwargs or {}).items() if k in ("revision", "subfolder")
-        }
+        source |= {k: v for k, v in options.model_init_kwargs.items() if k in ("revision", "subfolder")}
         self.tokenizer = AutoTokenizer.from_pretrained(options.model, **source)
         if options.chat_template:
             self.tokenizer.chat_template = read_template(options.chat_template)
-        self.eos_ids, self.vocabulary = model_ids(options.model, source, self.tokenizer)
+        eos_ids, self.vocabulary = model_ids(options.model, source, self.tokenizer)
         self.task = load_task(options.task, options.task_kwargs)
         self.eval_rows = eval_rows(options.eval_dataset, self.task) if options.eval_dataset else []
-        self.renderer = Renderer(self.tokenizer, options.chat_template_kwargs or {}, self.eos_ids)
+        self.renderer = Renderer(self.tokenizer, options.chat_template_kwargs, eos_ids)
         self.environments = Environments(self.task.environments)
         check_tools(self.task, self.environments, self.renderer, rewarded=not options.distills)
-        self.rewards = Rewards(self.task.rewards, options.on_reward_error, self.record)
+        self.rewards = scoring.Rewards(self.task.rewards, options.on_reward_error, self.record)
         epochs = math.inf if options.max_steps > 0 else options.num_train_epochs
         self.prompts = Prompts(self.task.dataset, epochs, position, finished)
 
-    async def _in_thread(self, function, *arguments):
-        return await asyncio.get_running_loop().run_in_executor(self._helpers, function, *arguments)
-
-    async def _until(self, ready, what: str) -> None:
+    async def _until(self, ready, what: str, metric: str | None = None) -> None:
+        """Wait until ready() is true; `metric` takes the seconds, if it has to."""
+        if ready():
+            return
+        started = time.monotonic()
         while not ready():
             self._waiting_for = what
             self._changed.clear()
             await self._changed.wait()
         self._waiting_for = ""
+        if metric:
+            self.metrics.record(metric, [time.monotonic() - started])
 
     async def _tick(self) -> None:
         """The heart, and everything that has to be looked at now and then."""
@@ -366,307 +326,240 @@ class RolloutLoop:
                 self._report(now)
             await asyncio.sleep(TICK_S)
 
-    # ---- prompts
-
-    def _admit(self, prompt: Prompt) -> bool:
-        """Ask filter_prompt; a refused prompt is through for this epoch."""
-        if self.filter_prompt(prompt.row_index, prompt.row, prompt.epoch):
-            return True
-        self.send(GroupMessage(prompt.group_id, [], "refused by filter_prompt", self.prompts.size, {}))
-        self._refused[prompt.epoch] += prompt.attempt == 0
-        if self._refused[prompt.epoch] == self.prompts.size:
-            raise RolloutError(f"filter_prompt refused every prompt of epoch {prompt.epoch}")
-        return False
-
-    # ---- groups and rollouts
+    # ---- from prompt to message
 
     async def _start_groups(self) -> None:
         while True:
-            prompt = await self._in_thread(self.prompts.next)
+            prompt = await self.caller.off_loop(self.prompts.next)
             if prompt is None:
                 self.send(EndMessage(self.prompts.size))
                 await self._until(lambda: self.prompts.again, "nothing: every prompt was sampled")
                 continue
             await self._room_for_a_group()
             if self._admit(prompt):
-                await self._start_group(prompt)
+                group, rollouts = await self._launch(prompt, self._sample)
+                self._flights.add(group)
+                self._spawn(self._finish(group, rollouts))
 
     async def _room_for_a_group(self) -> None:
         """Wait for what limits groups: one at a time at first, the scoring queue, staleness."""
         await self._until(lambda: not self.link.finish.value, "nothing: the run is over")
         await self._until(self._lengths_known, "the first group, which tells how long rollouts are")
-        await self._until(lambda: not self._blocked, "the scoring queue, which is full")
-        started = time.monotonic()
-        if not self._fresh():
-            await self._until(self._fresh, "training, at the staleness limit")
-            self.metrics.record("rollout/backpressure_s", [time.monotonic() - started])
+        queue = "the scoring queue, which is full"
+        await self._until(lambda: self._queued < SCORE_QUEUE, queue, "rollout/score_block_s")
+        await self._until(self._fresh, "training, at the staleness limit", "rollout/backpressure_s")
 
     def _lengths_known(self) -> bool:
-        return self._finished_rollouts >= self.options.num_generations or self._unfinished == 0
+        return self._finished_rollouts >= self.options.num_generations or not self._flights
 
     def _fresh(self) -> bool:
-        """Are the raw tokens sent and in flight below the allowance? One in flight counts as the mean.
+        """Are the raw tokens sent and in flight below the allowance? A rollout in flight counts as the mean.
 
         The trainer is told when they are not, with --overlap false only once nothing is on its way to it.
         """
-        in_flight = self._held_tokens + self._unfinished * self._mean_tokens
+        in_flight = sum(group.tokens + group.unfinished * self._mean_tokens for group in self._flights)
         fresh = self._sent_tokens + in_flight < self.link.allowance.value
-        self.link.held.value = not fresh and (self.options.overlap or in_flight == 0)
+        self.link.held.value = not fresh and (self.options.overlap or not self._flights)
         return fresh
 
-    async def _start_group(self, prompt: Prompt) -> None:
-        """Start all rollouts of a prompt, as the servers' and the resource limit allow."""
-        check_row(prompt.row, self.task, f"dataset row {prompt.row_index}")
+    def _admit(self, prompt: Prompt) -> bool:
+        """Ask filter_prompt; a refused prompt is through for this epoch. ValueError for an unusable row."""
+        where = f"dataset row {prompt.row_index}"
+        if not self.filter_prompt(prompt.row_index, prompt.row, prompt.epoch):
+            self.send(GroupMessage(prompt.group_id, [], "refused by filter_prompt", self.prompts.size, {}))
+            self._refused += 1
+            if self._refused == self.prompts.size:
+                raise RolloutError(f"filter_prompt refused every prompt of epoch {prompt.epoch}")
+            return False
+        self._refused = 0
+        check_row(prompt.row, self.task, where)
         if self.teachers:
-            teacher_of(prompt.row.get("teacher_id"), self.teachers.servers, f"dataset row {prompt.row_index}")
-        self._unfinished += self.options.num_generations
-        await self._launch(prompt, self._run_rollout)
+            teacher_of(prompt.row.get("teacher_id"), self.teachers.servers, where)
+        return True
 
     async def _launch(self, prompt: Prompt, play, prefix: str = "") -> tuple[Flight, list[asyncio.Task]]:
-        """Begin play(flight, index, rollout_id) for all rollouts of a prompt, as slots become free."""
+        """Begin play(place) for all rollouts of a prompt, as slots of the least loaded server become free."""
         await self._until(lambda: any(map(self._slot, self.loads)), "a free slot of a server")
-        flight, tasks, count = self._flight(prompt, prefix), [], self.options.num_generations
-        for index in range(count):
-            await self._until(lambda: self._slot(self.routing.home(flight)), "a free slot of a server")
-            rollout_id = prompt.group_id * count + index
-            flight.load.running += 1
-            self._running[rollout_id] = time.monotonic()
-            tasks.append(self._spawn(play(flight, index, rollout_id)))
-        return flight, tasks
-
-    def _flight(self, prompt: Prompt, prefix: str = "") -> Flight:
-        """A group that is about to start, on the server that is least loaded."""
-        count = self.options.num_generations
-        group = Group(
+        count, tasks = self.options.num_generations, []
+        group = Flight(
             rollouts=[None] * count,
             prompts=[prompt.row.get("prompt") or []] * count,
             reward_kwargs={name: [v] * count for name, v in prompt.row.items() if name != "prompt"},
-            rewards=None,
+            rewards=np.full(count, np.nan),
             group_id=prompt.group_id,
             row_index=prompt.row_index,
             version=self.link.version.value,
+            prompt=prompt,
+            load=self.routing.least_loaded(filter(self._slot, self.loads)),
+            samples=[[]] * count,
+            prefix=prefix,
         )
-        load = self.routing.least_loaded(filter(self._slot, self.loads))
-        return Flight(group, prompt, load, left=count, prefix=prefix, samples=[[]] * count)
+        for index in range(count):
+            await self._until(lambda: self._slot(self.routing.home(group)), "a free slot of a server")
+            version = self.link.version.value if self.routing.adapters else group.version
+            place = Place(group, index, group.load, time.monotonic(), version)
+            place.load.running += 1
+            self._running.add(place)
+            tasks.append(self._spawn(play(place)))
+        return group, tasks
 
     def _slot(self, load: Load) -> bool:
         return self.routing.free(load) and len(self._running) < self.options.max_concurrent_rollouts
 
-    async def _converse(self, flight: Flight, index: int, rollout_id) -> Rollout:
-        """One rollout, in the slot that was taken for it; an empty one when its time is over."""
-        group, limit, started = flight.group, self.options.rollout_timeout, self._running[rollout_id]
-        deadline = None if limit is None else started + limit
-        version = self.link.version.value if self.routing.adapters else group.version
-        place = Place(flight, index, deadline, flight.load, version)
+    async def _sample(self, place: Place) -> None:
+        """A rollout to train on: played, and made into samples."""
+        rollout, group, index = await self._play(place), place.group, place.index
+        rollout.rollout_id = group.group_id * len(group.rollouts) + index
+        samples, drift = samples_of(rollout, group.group_id, group.row_index, place.version)
+        group.rollouts[index], group.samples[index] = rollout, samples
+        self._finished_rollouts += 1
+        tokens = sum(map(len, samples))
+        self._mean_tokens += (tokens - self._mean_tokens) / min(self._finished_rollouts, MEMORY)
+        if not rollout.given_up:
+            self.record("rollout/turns_mean", [len(rollout.turns)])
+            self.record("rollout/turns_max", len(rollout.turns))
+            self.record("rollout/samples_per_rollout", [len(samples)])
+            self.record("rollout/fork_frac", (sum(d > 0 for d in drift), len(drift)))
+            self.record("rollout/drift_tokens_mean", (sum(drift), len(drift)))
+            self.record("rollout/drift_tokens_max", max(drift, default=0))
+        if self.options.distills:  # there is nothing that a group would have to be complete for
+            await self._teach(group, index)
+
+    async def _play(self, place: Place) -> Rollout:
+        """One rollout, in the slot that was taken for it; an empty one where it has to be given up."""
         PLACE.set(place)  # of this task alone
-        rollout, ended = Rollout([], [], []), None
+        row, limit, given_up = f"dataset row {place.group.row_index}", self.options.rollout_timeout, None
         try:
-            play = self._play_in_environment if self.task.environments else self._play
-            rollout = await asyncio.wait_for(play(flight, index), limit)
-        except (TimeoutError, asyncio.TimeoutError):
+            play = self._converse_in_environment if self.task.environments else self._converse
+            rollout = await asyncio.wait_for(play(place), limit)
+        except asyncio.TimeoutError:
             if limit is None:
                 raise
-            ended = "timeout"
+            given_up = "timeout"
         except PromptTooLong as error:
-            ended = "prompt_too_long"
-            if index == 0:
-                row = f"dataset row {group.row_index} is skipped: its prompt has {error} tokens"
-                print(f"note: {row}, the server's max_model_len is {place.load.context}", flush=True)
+            given_up = "prompt_too_long"
+            if place.index == 0:
+                room = f"the server's max_model_len is {place.load.context}"
+                print(f"note: {row} is skipped: its prompt has {error} tokens, {room}", flush=True)
         except TooOld:
-            ended, flight.too_old = "unloaded", True
+            given_up = "unloaded"
         except ServerError as error:
-            raise RolloutError(f"sampling dataset row {group.row_index} failed: {error}") from error
+            raise RolloutError(f"sampling {row} failed: {error}") from error
         finally:
             place.load.running -= 1
             place.load.finished += 1
-            del self._running[rollout_id]
-        if not isinstance(rollout, Rollout):
-            raise TypeError(f"generate_one must return a Rollout, not {type(rollout).__name__}")
-        if ended:
-            flight.abandoned.add(index)
-            self.record(f"rollout/{ended}_count", 1)
-        self.record("rollout/duration_s", [time.monotonic() - started])
+            self._running.remove(place)
+            self._changed.set()
+        if given_up:
+            rollout = Rollout([], [], [], given_up=given_up)
+            self.record(f"rollout/{given_up}_count", 1)
+        self.record("rollout/duration_s", [time.monotonic() - place.started])
         return rollout
 
-    async def _play(self, flight: Flight, index: int, tools: list = ()) -> Rollout:
-        messages = flight.group.prompts[index]
-        prompt = [dict(message) for message in messages]  # a hook may build its conversation on it
-        return await self.generate_one(prompt, [*self.task.tools, *tools], flight.group.group_id)
+    async def _converse(self, place: Place, tools: list = ()) -> Rollout:
+        group = place.group
+        prompt = [dict(message) for message in group.prompts[place.index]]  # a hook may build on it
+        rollout = await self.generate_one(prompt, [*self.task.tools, *tools], group.group_id)
+        if not isinstance(rollout, Rollout):
+            raise TypeError(f"generate_one must return a Rollout, not {type(rollout).__name__}")
+        return rollout
 
-    async def _play_in_environment(self, flight: Flight, index: int) -> Rollout:
-        """A rollout with an instance to itself. One that runs out of time leaves it: a tool may still run."""
-        group, where = flight.group, f"dataset row {flight.group.row_index}"
-        name = environment_name(flight.prompt.row, self.task.environments, where)
-        environment = await self.caller.off_loop(self.environments.take, name=name)
+    async def _converse_in_environment(self, place: Place) -> Rollout:
+        """With an instance to itself. A rollout that runs out of time leaves it: a tool may still run."""
+        prompts, row = place.group.prompts, place.group.prompt.row
+        where = f"dataset row {place.group.row_index}"
+        name, environment = await self.caller.off_loop(self.environments.take, row=row, where=where)
         kind = type(environment).__name__
-        columns = {column: value for column, value in flight.prompt.row.items() if column != "environment"}
+        columns = {column: value for column, value in row.items() if column != "environment"}
         try:
-            with self._timed("env/reset_s"):
-                text = await self.caller.off_loop(environment.reset, **columns)
+            text = await self.caller.timed(("env/reset_s",), environment.reset, **columns)
         except Exception as error:
             raise RolloutError(f"{kind}.reset failed on {where}: {type(error).__name__}: {error}") from error
-        group.prompts[index] = opened(group.prompts[index], text, where)
-        rollout = await self._play(flight, index, tools_of(environment))
-        if hasattr(environment, "get_reward") and (flight.prefix or not self.options.distills):
-            flight.earned[index] = kind, await self._environment_reward(kind, environment)
+        prompts[place.index] = opened(prompts[place.index], text, where)
+        rollout = await self._converse(place, tools_of(environment))
+        if hasattr(environment, "get_reward") and (place.group.prefix or not self.options.distills):
+            try:
+                reward = await self.caller.timed(("env/reward_s",), environment.get_reward)
+                rollout.earned = kind, scoring.as_reward(reward)
+            except Exception as error:
+                rollout.earned = kind, self.rewards.failed(kind, f"{kind}.get_reward", error)
         self.environments.give_back(name, environment)
         return rollout
 
-    async def _environment_reward(self, kind: str, environment) -> float:
-        try:
-            with self._timed("env/reward_s"):
-                return as_reward(await self.caller.off_loop(environment.get_reward))
-        except Exception as error:
-            return self.rewards.failed(kind, f"{kind}.get_reward", error)
+    async def _teach(self, group: Flight, index: int) -> None:
+        """Have a rollout's teacher score its samples."""
+        named = group.prompt.row.get("teacher_id")
+        group.samples[index] = await self.teachers.score(group.samples[index], named, self.vocabulary)
 
-    @contextlib.contextmanager
-    def _timed(self, name: str):
-        started = time.monotonic()
-        yield
-        self.record(name, [time.monotonic() - started])
-
-    async def _run_rollout(self, flight: Flight, index: int, rollout_id: int) -> None:
-        """A rollout to train on: played, made into samples, and with the last of its group to be scored."""
-        rollout, group = await self._converse(flight, index, rollout_id), flight.group
-        rollout.rollout_id = rollout_id
-        group.rollouts[index] = rollout
-        flight.samples[index], drift = samples_of(
-            rollout, group.group_id, group.row_index, PLACE.get().version
-        )
-        tokens = sum(len(s.input_ids) for s in flight.samples[index])
-        self._finished_rollouts += 1
-        self._mean_tokens += (tokens - self._mean_tokens) / min(self._finished_rollouts, MEMORY)
-        self._unfinished -= 1
-        self._held_tokens += tokens
-        flight.tokens += tokens
-        if index not in flight.abandoned:
-            record = self.metrics.record
-            record("rollout/turns_mean", [len(rollout.turns)])
-            record("rollout/turns_max", len(rollout.turns))
-            record("rollout/samples_per_rollout", [len(flight.samples[index])])
-            record("rollout/fork_frac", (sum(d > 0 for d in drift), len(drift)))
-            record("rollout/drift_tokens_mean", (sum(drift), len(drift)))
-            record("rollout/drift_tokens_max", max(drift, default=0))
-        if self.options.distills:  # there is nothing that a group would have to be complete for
-            flight.samples[index] = await self._teach(flight, index)
-        flight.left -= 1
-        if flight.left == 0:
-            await self._to_scoring(flight)
+    async def _finish(self, group: Flight, rollouts: list[asyncio.Task]) -> None:
+        """Once its rollouts are done a group waits to be scored, and its message is sent."""
+        await asyncio.gather(*rollouts)
+        done = time.monotonic()
+        self._queued += 1
+        async with self._scorers:
+            self._queued -= 1
+            started = time.monotonic()
+            self.metrics.record("rollout/score_wait_s", [started - done])
+            message = await self._score(group)
+            self.metrics.record("rollout/score_s", [time.monotonic() - started])
+        self._flights.remove(group)  # tokens that are not sent are given back
+        self._sent_tokens += sum(map(len, message.samples))  # as the trainer will count them
+        self.send(message)
         self._changed.set()
 
-    async def _teach(self, flight: Flight, index: int) -> list[Sample]:
-        """A rollout's samples as its teacher has scored them."""
-        named = flight.group.reward_kwargs.get("teacher_id", [None])[0]
-        return await self.teachers.score(flight.samples[index], named, self.vocabulary)
-
-    async def _to_scoring(self, flight: Flight) -> None:
-        flight.done_at = time.monotonic()
-        if self._score_queue.full():
-            self._blocked += 1
-            await self._score_queue.put(flight)
-            self._blocked -= 1
-            self.metrics.record("rollout/score_block_s", [time.monotonic() - flight.done_at])
-        else:
-            self._score_queue.put_nowait(flight)
-
-    # ---- scoring
-
-    async def _score_groups(self) -> None:
-        while True:
-            flight = await self._score_queue.get()
-            started = time.monotonic()
-            self.metrics.record("rollout/score_wait_s", [started - flight.done_at])
-            self._scoring += 1
-            await self._score(flight)
-            self._scoring -= 1
-            self.metrics.record("rollout/score_s", [time.monotonic() - started])
-            self._changed.set()
-
-    async def _score(self, flight: Flight) -> None:
-        """What a finished group is worth, then its message."""
-        group = flight.group
-        sources, advantages, reason = await self._judge(flight)
-        if self.teachers and not self.options.distills and reason is None:
-            taught = [self._teach(flight, index) for index in range(len(group.rollouts))]
-            flight.samples = await asyncio.gather(*taught)
-        self._record_completions(flight)
-        if self.options.log_completions:
-            await self._log_completions(completion_lines(group, sources, advantages))
-        samples = [s for samples in flight.samples for s in samples]
-        generated = {
-            "samples": len(samples),
-            "tokens": sum(len(t.output_ids) for r in group.rollouts for t in r.turns),
-        }
-        for index, rollout_samples in enumerate(flight.samples):
-            values = trained_metrics(sources, group.rewards, index)
-            for sample in rollout_samples:
-                sample.advantage = float(advantages[index])
-                sample.metrics = values
+    async def _score(self, group: Flight) -> GroupMessage:
+        """What a finished group is worth. A distillation has no rewards, and nothing to compare."""
+        options, count = self.options, len(group.rollouts)
+        sources, advantages, dropped = {}, np.zeros(count), None
+        if any(rollout.given_up == "unloaded" for rollout in group.rollouts):
+            dropped = TOO_OLD
+        elif not options.distills:
+            sources = await self.rewards.score(group)
+            advantages = np.asarray(self.compute_advantages(group), dtype=np.float64)
+            if advantages.shape != (count,) or not np.isfinite(advantages).all():
+                raise RolloutError(f"compute_advantages must return {count} finite numbers, not {advantages}")
+            dropped = scoring.drop_reason(group.rewards)
+            self.metrics.update(scoring.reward_metrics(group.rewards, dropped))
+            if self.teachers and not dropped:
+                await asyncio.gather(*(self._teach(group, index) for index in range(count)))
+        self.metrics.update(self._completion_metrics(group))
+        if options.log_completions:
+            await self._log_completions(scoring.completion_lines(group, sources, advantages))
+        for index, samples in enumerate(group.samples):
+            values = scoring.trained_metrics(sources, group.rewards, index)
+            for sample in samples:
+                sample.advantage, sample.metrics = float(advantages[index]), values
                 sample.enqueued_at = time.time()
-        self._held_tokens -= flight.tokens
-        if reason is None and not samples:
-            reason = "no trained token"
-        if reason is not None:  # its tokens are given back: they are neither held nor sent
-            self.send(GroupMessage(group.group_id, [], reason, self.prompts.size, generated))
-        else:
-            self._sent_tokens += sum(len(sample) for sample in samples)  # as the trainer will count them
-            self.send(GroupMessage(group.group_id, samples, None, self.prompts.size, generated))
+        samples = [sample for samples in group.samples for sample in samples]
+        tokens = sum(len(turn.output_ids) for rollout in group.rollouts for turn in rollout.turns)
+        generated = {"samples": len(samples), "tokens": tokens}
+        dropped = dropped or (None if samples else "no trained token")
+        return GroupMessage(group.group_id, [] if dropped else samples, dropped, self.prompts.size, generated)
 
-    async def _judge(self, flight: Flight) -> tuple[dict, np.ndarray, str | None]:
-        """Rewards by source, advantages, and why the group teaches nothing; a distillation has none of it."""
-        group, count = flight.group, len(flight.group.rollouts)
-        if self.options.distills or flight.too_old:
-            group.rewards = np.full(count, np.nan)
-            return {}, np.zeros(count), TOO_OLD if flight.too_old else None
-        sources = await self.rewards.sources(group, flight.abandoned, flight.earned)
-        group.rewards = total_rewards(sources, count)
-        advantages = np.asarray(self.compute_advantages(group), dtype=np.float64)
-        if advantages.shape != (count,) or not np.isfinite(advantages).all():
-            raise RolloutError(f"compute_advantages must return {count} finite numbers, not {advantages}")
-        reason = drop_reason(group.rewards)
-        self._record_rewards(group.rewards, reason)
-        return sources, advantages, reason
-
-    def _record_rewards(self, rewards: np.ndarray, reason: str | None) -> None:
-        rewards = rewards[~np.isnan(rewards)].tolist()
-        self.metrics.record("reward", rewards)
-        self.metrics.record("frac_reward_zero_std", (int(reason is not None), 1))
-        self.metrics.record("reward_dropped", [] if reason is None else rewards)
+    def _completion_metrics(self, group: Flight) -> dict:
+        calls = bool(self.task.tools or self.task.environments)
+        values = scoring.completion_metrics(group.rollouts, self.renderer.eos_ids, calls)
+        return {group.prefix + name: value for name, value in values.items()}
 
     async def _log_completions(self, lines: list[dict]) -> None:
         """All to a file in output_dir, and one group of every version to the console."""
         if self._printed_version != self.link.version.value:
             self._printed_version = self.link.version.value
-            print_completions(lines[: self.options.num_completions_to_print])
-        async with self._log_lock:  # one group after the other
-            await self._in_thread(append_lines, Path(self.options.output_dir) / "completions.jsonl", lines)
-
-    def _record_completions(self, flight: Flight) -> None:
-        rollouts = [r for i, r in enumerate(flight.group.rollouts) if i not in flight.abandoned]
-        calls = bool(self.task.tools or self.task.environments)
-        values = completion_metrics(rollouts, self.eos_ids, len(flight.abandoned), calls)
-        for name, value in values.items():
-            self.metrics.record(flight.prefix + name, value)
-
-    def record(self, name: str, value) -> None:
-        """Note a value from inside a rollout; those of an evaluation are kept apart."""
-        place = PLACE.get(None)
-        self.metrics.record(place.flight.prefix + name if place else name, value)
+            scoring.print_completions(lines[: self.options.num_completions_to_print])
+        path = Path(self.options.output_dir) / "completions.jsonl"
+        await self.caller.off_loop(scoring.append_lines, path=path, lines=lines)
 
     # ---- evaluation
 
     async def _evaluate_on_time(self) -> None:
         """Play the held-out prompts at the start, every eval_steps steps on the servers, and at the end."""
-        every = self.options.eval_steps // self.options.weight_sync_steps
+        every, evaluated = self.options.eval_steps // self.options.weight_sync_steps, None
         while True:
-            version = self.link.version.value
-            await self._evaluate(version)
-            while not self._is_due(version, every):
-                await asyncio.sleep(4 * TICK_S)
-
-    def _is_due(self, evaluated: int, every: int) -> bool:
-        version = self.link.version.value
-        return version // every > evaluated // every or bool(self.link.finish.value) and version > evaluated
+            over, version = self.link.finish.value, self.link.version.value
+            if evaluated is None or version // every > evaluated // every or (over and version > evaluated):
+                await self._evaluate(version)
+                evaluated = version
+            await asyncio.sleep(4 * TICK_S)
 
     async def _evaluate(self, version: int) -> None:
         """Rewards of the held-out prompts, under eval/. A rollout with a reward above 0 counts as passed.
@@ -674,27 +567,30 @@ class RolloutLoop:
         Requests are training's, with seeds of their own, the same every time. Nothing here counts for the
         staleness limit, and nothing is trained on.
         """
-        started = time.monotonic()
-        flights = []
+        started, count, record = time.monotonic(), self.options.num_generations, self.metrics.record
+        groups = []
         for number, row in enumerate(self.eval_rows):
-            flights.append(await self._launch(Prompt(-1 - number, 0, number, row), self._converse, "eval/"))
-        scores = []
-        for flight, tasks in flights:
-            flight.group.rollouts = await asyncio.gather(*tasks)
-            sources = await self.rewards.sources(flight.group, flight.abandoned, flight.earned)
-            scores.append(total_rewards(sources, flight.left))
-        for (flight, _), rewards in zip(flights, scores, strict=True):
-            scored = rewards[~np.isnan(rewards)]
-            self.metrics.record("eval/reward", scored.tolist())
-            self.metrics.record("eval/pass@1", (scored > 0).astype(float).tolist())
-            if flight.left > 1:
-                self.metrics.record(f"eval/pass@{flight.left}", (int((scored > 0).any()), 1))
-            self._record_completions(flight)
-        self.metrics.record("eval/version", version)
-        self.metrics.record("eval/duration_s", time.monotonic() - started)
+            groups.append(await self._launch(Prompt(-1 - number, 0, number, row), self._play, "eval/"))
+        for group, rollouts in groups:
+            group.rollouts = await asyncio.gather(*rollouts)
+            await self.rewards.score(group)
+        for group, _ in groups:  # from here on nothing waits: one message takes it all
+            scored = group.rewards[~np.isnan(group.rewards)]
+            record("eval/reward", scored.tolist())
+            record("eval/pass@1", (scored > 0).astype(float).tolist())
+            if count > 1:
+                record(f"eval/pass@{count}", (int((scored > 0).any()), 1))
+            self.metrics.update(self._completion_metrics(group))
+        record("eval/version", version)
+        record("eval/duration_s", time.monotonic() - started)
         self._report(time.monotonic())  # two evaluations never share a message
 
-    # ---- servers and reports
+    # ---- reports
+
+    def record(self, name: str, value) -> None:
+        """Note a value from inside a rollout; those of an evaluation are kept apart."""
+        place = PLACE.get(None)
+        self.metrics.record(place.group.prefix + name if place else name, value)
 
     def _report(self, now: float) -> None:
         """Once a second: a line for whoever asks what goes on, and what was measured since the last time."""
@@ -705,13 +601,14 @@ class RolloutLoop:
         self.metrics.record("rollout/generated_tokens_per_s", (0, seconds))
         self.metrics.record("rollout/concurrency", len(self._running))
         self.metrics.record("rollout/concurrency_cap", self.routing.cap())
-        self.metrics.record("rollout/score_queue_size", self._score_queue.qsize())
+        self.metrics.record("rollout/score_queue_size", self._queued)
         self.send(MetricsMessage(self.metrics.take()))
 
     def status(self, now: float) -> str:
         """In a line: "31 rollouts in flight, oldest 118 s, 12 groups being scored, waits for training"."""
-        oldest = f", oldest {now - min(self._running.values()):.0f} s" if self._running else ""
-        scoring = self._scoring + self._score_queue.qsize()
+        oldest = min((place.started for place in self._running), default=None)
+        oldest = "" if oldest is None else f", oldest {now - oldest:.0f} s"
+        scoring = sum(group.unfinished == 0 for group in self._flights)
         parts = [f"{len(self._running)} rollouts in flight{oldest}", f"{scoring} groups being scored"]
         if self.teachers:
             parts.append(f"{self.teachers.asked} samples with teachers")
@@ -722,15 +619,6 @@ class RolloutLoop:
         if retries := sum(load.server.retry_count for load in self.loads):
             parts.append(f"{retries} requests were retried")
         return ", ".join(parts)
-
-    def check_vocabulary(self, token_ids: np.ndarray) -> None:
-        """RolloutError for an id that the model has no row for; it is never clamped."""
-        highest = token_ids.max(initial=0)
-        if self.vocabulary is not None and highest >= self.vocabulary:
-            raise RolloutError(
-                f"the server sampled token {highest}, but the output head of {self.options.model} has "
-                f"{self.vocabulary} rows: the server does not serve this model"
-            )
 
 
 def load_loop(spec) -> type[RolloutLoop]:

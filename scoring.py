@@ -24,14 +24,14 @@ from metrics import rule
 from task import source_names, unwrapped
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """One prompt and its rollouts, as compute_advantages sees it."""
 
     rollouts: list[Rollout]
     prompts: list[list[dict]]  # the same prompt once per rollout, as reward functions get it
     reward_kwargs: dict[str, list]  # the row's other columns, once per rollout
-    rewards: np.ndarray | None  # float64 [num_generations], NaN = unscored
+    rewards: np.ndarray  # float64 [num_generations], NaN = unscored
     group_id: int
     row_index: int
     version: int  # when its first rollout began
@@ -72,40 +72,42 @@ class Rewards:
         self.functions = dict(zip(source_names(functions), functions, strict=True))
         self.on_error = on_error
         self.record = record
-        self._locks = {name: asyncio.Lock() for name in self.functions}
-        self._threads = ThreadPoolExecutor(max(len(functions), 1), thread_name_prefix="reward")
+        # a thread each: a sync function is never called twice at once, since it may keep state
+        self._threads = {name: ThreadPoolExecutor(1, thread_name_prefix="reward") for name in self.functions}
 
-    async def sources(self, group: Group, abandoned: set[int], earned: dict) -> dict[str, np.ndarray]:
-        """Rewards of every source, float64 [num_generations]; NaN = does not apply, or abandoned.
+    async def score(self, group: Group) -> dict[str, np.ndarray]:
+        """Set group.rewards. Returns the rewards of every source, float64 [num_generations].
 
-        `earned`: rollout -> its environment's class and reward.
+        NaN = does not apply, or was given up. An environment is a source under the name of its class.
         """
-        count = len(group.rollouts)
-        scored = [i for i in range(count) if i not in abandoned]
+        rollouts, count = group.rollouts, len(group.rollouts)
+        scored = [i for i, rollout in enumerate(rollouts) if not rollout.given_up]
         arguments = {name: [values[i] for i in scored] for name, values in group.reward_kwargs.items()} | {
             "prompts": [group.prompts[i] for i in scored],
-            "completions": [group.rollouts[i].completion for i in scored],
-            "completion_ids": [group.rollouts[i].completion_ids for i in scored],
+            "completions": [rollouts[i].completion for i in scored],
+            "completion_ids": [rollouts[i].completion_ids for i in scored],
         }
         names = list(self.functions) if scored else []
         answers = await asyncio.gather(*[self._call(name, arguments, len(scored)) for name in names])
         sources = {name: np.full(count, np.nan) for name in names}
         for name, answer in zip(names, answers, strict=True):
             sources[name][scored] = answer
-        for index, (kind, reward) in earned.items():
-            sources.setdefault(kind, np.full(count, np.nan))[index] = reward
-        if any(rollout.reward is not None for rollout in group.rollouts):
-            sources["rollout"] = as_rewards([rollout.reward for rollout in group.rollouts], count)
+        for index, rollout in enumerate(rollouts):
+            if rollout.earned:
+                kind, reward = rollout.earned
+                sources.setdefault(kind, np.full(count, np.nan))[index] = reward
+        if any(rollout.reward is not None for rollout in rollouts):
+            sources["rollout"] = as_rewards([rollout.reward for rollout in rollouts], count)
+        group.rewards = total_rewards(sources, count)
         return sources
 
     async def _call(self, name: str, arguments: dict, count: int) -> np.ndarray:
-        """Call a reward function. A sync one runs on a thread, and never twice at once: it may keep state."""
         call = functools.partial(self.functions[name], **arguments)
         try:
             if is_async(call):
-                return as_rewards(await call(), count)
-            async with self._locks[name]:
-                result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+                result = await call()
+            else:
+                result = await asyncio.get_running_loop().run_in_executor(self._threads[name], call)
             return as_rewards(result, count)
         except (Exception, SystemExit) as error:
             return np.full(count, self.failed(name, f"reward function {name}", error))
@@ -139,29 +141,33 @@ def std_of(values: np.ndarray) -> float:
     return float(scored.std()) if len(scored) else math.nan
 
 
-def completion_metrics(
-    rollouts: list[Rollout], eos_ids: set[int], out_of_time: int = 0, calls: bool = False
-) -> dict:
+def reward_metrics(rewards: np.ndarray, dropped: str | None) -> dict:
+    """Of a group that was scored, and perhaps dropped for it."""
+    scored = rewards[~np.isnan(rewards)].tolist()
+    share = (int(dropped is not None), 1)
+    return {"reward": scored, "frac_reward_zero_std": share, "reward_dropped": scored if dropped else []}
+
+
+def completion_metrics(rollouts: list[Rollout], eos_ids: set[int], calls: bool = False) -> dict:
     """completions/*: lengths in generated tokens, the share that was cut, the share that is a repetition.
 
-    Those `out_of_time` are not among `rollouts`, and count as cut; `calls`: tools/* of the rollouts too.
+    A rollout that was given up counts as cut, and as nothing else. `calls`: tools/* of the rollouts too.
     """
-    lengths = [sum(len(turn.output_ids) for turn in r.turns) for r in rollouts]
-    ended = [
-        bool(r.turns and len(r.turns[-1].output_ids))
-        and r.turns[-1].output_ids[-1] in eos_ids
-        and not r.out_of_room
-        for r in rollouts
+    count, rollouts = len(rollouts), [rollout for rollout in rollouts if not rollout.given_up]
+    outputs = [[list(turn.output_ids) for turn in rollout.turns] for rollout in rollouts]
+    lengths = [sum(map(len, turns)) for turns in outputs]
+    terminated = [
+        length
+        for length, turns, rollout in zip(lengths, outputs, rollouts, strict=True)
+        if turns and turns[-1] and turns[-1][-1] in eos_ids and not rollout.out_of_room
     ]
-    different = {tuple(tuple(turn.output_ids) for turn in r.turns) for r in rollouts}
     values = {
-        "completions/clipped_ratio": (len(rollouts) - sum(ended) + out_of_time, len(rollouts) + out_of_time),
-        "completions/duplicate_frac": (len(rollouts) - len(different), len(rollouts)),
+        "completions/clipped_ratio": (count - len(terminated), count),
+        "completions/duplicate_frac": (len(rollouts) - len(set(map(str, outputs))), len(rollouts)),
     }
     if calls:
         made, failed = (sum(r.tool_call_count for r in rollouts), sum(r.tool_failure_count for r in rollouts))
         values |= {"tools/call_frequency": (made, len(rollouts)), "tools/failure_frequency": (failed, made)}
-    terminated = [length for length, end in zip(lengths, ended, strict=True) if end]
     for kind, some in (("length", lengths), ("terminated_length", terminated)):
         if some:
             values |= {
@@ -190,6 +196,10 @@ class MetricsBuffer:
             self.values[name] = value if held is None else {"max": max, "min": min}[reduced](held, value)
         else:
             self.values.setdefault(name, []).append(value)
+
+    def update(self, values: dict) -> None:
+        for name, value in values.items():
+            self.record(name, value)
 
     def take(self) -> dict:
         values, self.values = self.values, {}
@@ -223,8 +233,9 @@ def completion_lines(group: Group, sources: dict[str, np.ndarray], advantages: n
 
 def append_lines(path: Path, lines: list[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
+    text = "".join(json.dumps(line, default=str) + "\n" for line in lines)
+    with path.open("ab", buffering=0) as file:  # in one write: groups do not mix
+        file.write(text.encode())
 
 
 def optional(reward: float) -> float | None:

@@ -294,12 +294,13 @@ class Environments:
         self.factories = factories
         self._free = {name: [] for name in factories}
 
-    def take(self, name: str | None):
-        """An instance that no other rollout uses."""
+    def take(self, row: dict, where: str) -> tuple:
+        """The name of a row's environment, and an instance that no other rollout uses."""
+        name = environment_name(row, self.factories, where)
         try:
-            return self._free[name].pop()
+            return name, self._free[name].pop()
         except IndexError:
-            return self.factories[name]()
+            return name, self.factories[name]()
 
     def give_back(self, name: str | None, environment) -> None:
         self._free[name].append(environment)

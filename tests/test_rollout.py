@@ -270,7 +270,7 @@ def test_dropped_groups_give_their_tokens_back(model):
             run.until(lambda: run.link.held.value and kept() == 4)  # 240 tokens are past 200, 180 are not
             assert [g.dropped for g in groups if g.group_id < 10] == ["equal rewards"] * 10
             assert groups[0].samples == [] and groups[0].generated == {"samples": 4, "tokens": 40}
-            assert (run.loop._sent_tokens, run.loop._held_tokens) == (240, 0)
+            assert run.loop._sent_tokens == 240 and not run.loop._flights
 
 
 def test_generation_stops_at_the_allowance_and_goes_on_with_it(model):
@@ -317,10 +317,10 @@ def test_one_group_at_a_time_until_lengths_are_known(model):
 
 def test_full_scoring_queue_holds_generation(model):
     with FakeServer() as fake, Run(options_for(model, fake, task="rollout_tasks:never_scored")) as run:
-        run.until(lambda: run.loop._blocked and "scoring queue" in run.loop._waiting_for)
+        run.until(lambda: "scoring queue" in run.loop._waiting_for)
         time.sleep(0.2)
         started = len(fake.requests) // 4
-        assert run.loop._score_queue.qsize() == rollout.SCORE_QUEUE
+        assert run.loop._queued >= rollout.SCORE_QUEUE
         assert started <= 2 * rollout.SCORE_QUEUE + 64 // 4 + 1
 
 

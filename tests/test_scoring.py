@@ -108,8 +108,8 @@ def leaves(**_):
 
 
 def test_a_reward_that_exits_is_a_reward_that_fails():
-    group = Group([Rollout([], [], [])], [[]], {}, None, 0, 0, 0)
+    group = Group([Rollout([], [], [])], [[]], {}, np.zeros(1), 0, 0, 0)
     errors = []
     rewards = scoring.Rewards([leaves], "skip", lambda *measured: errors.append(measured))
-    assert np.isnan(asyncio.run(rewards.sources(group, set(), {}))["leaves"]).all()
+    assert np.isnan(asyncio.run(rewards.score(group))["leaves"]).all() and np.isnan(group.rewards).all()
     assert errors == [("rewards/leaves/error_count", 1)]
