@@ -127,6 +127,7 @@ class RolloutLoop:
         self._flights: set[Flight] = set()  # groups that were started and not sent yet
         self._scorers = asyncio.Semaphore(SCORE_QUEUE)
         self._queued = 0  # groups that wait to be scored
+        self.drought = scoring.Drought(options.vllm_server_timeout)
         self._refused = 0  # prompts in a row, by filter_prompt
         self._finished_rollouts = 0
         self._mean_tokens = 0.0  # of a finished rollout's samples
@@ -505,6 +506,8 @@ class RolloutLoop:
         self._flights.remove(group)  # tokens that are not sent are given back
         self._sent_tokens += sum(map(len, message.samples))  # as the trainer will count them
         self.send(message)
+        if self.prompts.epochs == math.inf and message.dropped != TOO_OLD:
+            self.drought.note(group.rewards, message.dropped, self.prompts.size)
         self._changed.set()
 
     async def _score(self, group: Flight) -> GroupMessage:

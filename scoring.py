@@ -12,6 +12,8 @@ import json
 import math
 import numbers
 import sys
+import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,8 @@ from conversation import Rollout, RolloutError
 from messages import EQUAL_REWARDS
 from metrics import rule
 from task import source_names, unwrapped
+
+PASS = 1000  # groups that stand for a pass over a dataset, where that is longer or nobody knows
 
 
 @dataclass(eq=False)
@@ -133,6 +137,52 @@ def drop_reason(rewards: np.ndarray) -> str | None:
         return "fewer than two scored"
     high, low = scored.max(), scored.min()
     return EQUAL_REWARDS if high - low <= 1e-8 * max(1.0, abs(high)) else None
+
+
+class Drought:
+    """Groups in a row that were not kept: under --max_steps nothing else ends a run that learns nothing.
+
+    It ends once a whole pass over the dataset (at most PASS groups) and `patience` seconds were in vain.
+    """
+
+    def __init__(self, patience: float):
+        self.patience = patience
+        self.low = self.high = 0.0  # of the rewards so far, and of 0, which is what no credit gives
+        self.reasons = Counter()  # of the groups since the last one that was kept
+        self.rewards: list[float] = []  # theirs
+        self.since = 0.0
+
+    def note(self, rewards: np.ndarray, dropped: str | None, size: int | None) -> None:
+        """One group of a dataset of `size` prompts; RolloutError when it was one too many."""
+        scored = rewards[~np.isnan(rewards)].tolist()
+        self.low, self.high = min(self.low, *scored, 0.0), max(self.high, *scored, 0.0)
+        if dropped is None:
+            self.reasons.clear()
+            return
+        if not self.reasons:
+            self.since, self.rewards = time.monotonic(), []
+        self.reasons[dropped] += 1
+        self.rewards += scored
+        seconds, groups = time.monotonic() - self.since, self.reasons.total()
+        if seconds >= self.patience and groups >= min(size or PASS, PASS):
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self.reasons.items())
+            raise RolloutError(
+                f"none of the last {groups} groups was kept ({reasons}), for {seconds:.0f} s "
+                f"(--vllm_server_timeout): {self.diagnosis()}. Take another --task or --task_kwargs, or let "
+                "the rollouts of a prompt differ more (--temperature) or be more (--num_generations)"
+            )
+
+    def diagnosis(self) -> str:
+        if not self.rewards:
+            return "none of their rollouts has a reward"
+        mean = float(np.mean(self.rewards))
+        height = (mean - self.low) / ((self.high - self.low) or 1.0)
+        where = "in the middle: all answers to a prompt earn the same"
+        if height < 1 / 3:
+            where = "near the bottom: the task is too hard, or its reward never credits"
+        elif height > 2 / 3:
+            where = "near the top: the task has become too easy"
+        return f"their mean reward is {mean:.3g} in a range from {self.low:g} to {self.high:g}, {where}"
 
 
 def std_of(values: np.ndarray) -> float:

@@ -4,6 +4,7 @@ Run: pytest tests/test_rollout.py
 """
 
 import asyncio
+import contextlib
 import json
 import math
 import threading
@@ -398,6 +399,16 @@ def test_group_with_equal_rewards_is_dropped_and_counted(model):
     assert all(len(g.samples) == expect["samples"] and g.dropped == "equal rewards" for g in groups)
     assert metrics["frac_reward_zero_std"] == (4, 4)
     assert reduced(metrics["reward_dropped"]) == expect["reward_dropped"] == reduced(metrics["reward"])
+
+
+def test_run_that_no_pass_ends_is_over_when_a_whole_pass_was_in_vain(model):
+    for changes, error in (({}, None), ({"max_steps": 9}, "none of the last 4 groups .* near the top")):
+        with FakeServer() as fake:
+            run = Run(options_for(model, fake, task="rollout_tasks:equal", **changes))
+            run.loop.drought.patience = 0.0
+            with run, pytest.raises(RolloutError, match=error) if error else contextlib.nullcontext():
+                run.groups(4)
+                run.until(lambda: "every prompt was sampled" in run.link.said())  # noqa: B023
 
 
 # ---- evaluation

@@ -10,7 +10,7 @@ import pytest
 from cases import case, reduced
 
 import scoring
-from conversation import Rollout, Turn
+from conversation import Rollout, RolloutError, Turn
 from rollout import RolloutLoop
 from scoring import Group, completion_metrics, drop_reason, total_rewards
 
@@ -59,6 +59,29 @@ def test_sources_are_summed_and_a_rollout_nobody_scored_stays_unscored():
 )
 def test_groups_are_dropped_by_comparing_rewards(rewards, reason):
     assert drop_reason(np.array(rewards, dtype=np.float64)) == reason
+
+
+@pytest.mark.parametrize(
+    "kept, rewards, says",
+    [
+        ([0, 1], [0, 0], "mean reward is 0 in a range from 0 to 1, near the bottom: the task is too hard"),
+        ([], [-1, -1], "mean reward is -1 in a range from -1 to 0, near the bottom"),
+        ([], [1, 1], "mean reward is 1 in a range from 0 to 1, near the top: the task has become too easy"),
+        ([0, 2], [1, 1], "in the middle: all answers to a prompt earn the same"),
+        ([0, 2], [np.nan, np.nan], "none of their rollouts has a reward"),
+    ],
+)
+def test_a_pass_without_a_kept_group_ends_the_run_and_says_where_its_rewards_lie(kept, rewards, says):
+    drought, rewards = scoring.Drought(patience=0.0), np.array(rewards, dtype=float)
+    drought.note(rewards, "equal rewards", 3)
+    drought.note(np.array(kept, dtype=float), None, 3)
+    for _ in range(2):
+        drought.note(rewards, "equal rewards", 3)
+    drought.patience = 100.0
+    drought.note(rewards, "equal rewards", 3)
+    drought.patience = 0.0
+    with pytest.raises(RolloutError, match=rf"last 4 groups was kept \(4 equal rewards\).*{says}.*--temp"):
+        drought.note(rewards, "equal rewards", 3)
 
 
 def test_completion_metrics_case():
