@@ -685,7 +685,7 @@ SORT = ["--task", "tasks/sort.py"]
         ([*SORT, "--task_kwargs", '{"size": 0}'], ["--task", "size (0)"]),
         ([*SORT, "--task_kwargs", '{"colour": 1}'], ["--task", "colour"]),
         ([*SORT, "--num_generations", "1"], ["--num_generations is 1", "at least 2"]),
-        ([*SORT, "--temperature", "0"], ["--temperature is 0", "0.01 or more"]),
+        ([*SORT, "--temperature", "0"], ["--temperature is 0", "[0.01, inf)"]),
         ([*SORT, "--epsilon", "1.5"], ["--epsilon is 1.5", "[0, 1)"]),
         ([*SORT, "--colour", "1"], ["no such option: --colour"]),
         ([*SORT, "--model", "no/such-model"], ["--model no/such-model"]),

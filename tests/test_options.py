@@ -104,7 +104,7 @@ def test_a_value_out_of_range_is_refused_with_its_name_and_range(name, value):
         ({"record": "."}, "--record . is a directory"),
         ({"lora_r": 4, "lora_target_modules": ["q_proj", "("]}, "--lora_target_modules . is no regular expr"),
         ({"eval_steps": 4}, "only together"),
-        ({"rollout_only": True, "max_steps": 4}, "--num_train_epochs bounds it"),
+        ({"rollout_only": True, "max_steps": 4}, "as long as --num_train_epochs says"),
         ({"eval_dataset": "x.jsonl"}, "only together"),
         ({"eval_dataset": "x.jsonl", "eval_steps": 3, "weight_sync_steps": 2}, "must be a multiple"),
         ({"replay": "absent.jsonl"}, "there is no such file"),
@@ -163,13 +163,14 @@ def test_json_options_become_dicts_and_lists_are_words():
     [
         ("on_reward_error: ignore", "invalid choice"),
         ("max_steps: 10.5", "invalid int"),
-        ("num_generations: null", "--num_generations needs a value"),
+        ("num_generations: null", "--num_generations: it needs a value"),
         ("learning_rate: [1, 2]", "no such option: 2"),
         ("task_kwargs: [1]", "--task_kwargs must be a JSON object"),
         ("a: [1", "neither YAML nor JSON"),
         ("- 1", "one mapping"),
         ("learning_rate: -0.5e-6", "--learning_rate is -5e-07"),
-        ("vllm_server_base_url: []", "--vllm_server_base_url needs a value"),
+        ("vllm_server_base_url: []", "--vllm_server_base_url is empty"),
+        ("bf16: 3", "invalid bool value"),
     ],
 )
 def test_values_of_a_file_are_checked_as_if_they_had_been_typed(tmp_path, capsys, text, error):
