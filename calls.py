@@ -106,7 +106,7 @@ def check_tools(task: Task, environments: Environments, renderer: Renderer, rewa
     schemas = [schema_of(tool) for tools in sets for tool in tools]
     if not schemas:
         return
-    if not renderer.reads_calls:
+    if not (renderer.parses or renderer.format):
         raise ValueError(
             "it is not known how a model with this chat template writes tool calls: none of "
             f"{[mark for mark, _ in FORMATS]} is in it. Give --chat_template, or override generate_one"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,35 +60,25 @@ class Rollout:
 def samples_of(
     rollout: Rollout, group_id: int, row_index: int, version: int
 ) -> tuple[list[Sample], list[int]]:
-    """A rollout's samples, advantage 0 for now, and the tokens rendered anew at every change of turn.
+    """A rollout's samples, advantage 0 for now, and the drift of every change of turn.
 
     A turn whose prompt starts with exactly the tokens held so far continues the sample, its new prompt part
-    being context; any other turn starts a new sample. Tokens without a version of their own were made by
-    `version`.
+    being context; any other turn starts a new sample, and its drift is how many held tokens it does not
+    repeat. There is no tolerance: the sampler never saw any other tokens than its prompt's. Tokens without a
+    version of their own were made by `version`.
     """
-    runs, drift = reconcile(rollout.turns)
-    samples = [sample_of(run, rollout.rollout_id, group_id, row_index, version) for run in runs]
-    return [s for s in samples if s.trained.any()], drift
-
-
-def reconcile(turns: list[Turn]) -> tuple[list[list[tuple[list[int], Turn]]], list[int]]:
-    """Turns -> runs of (context ids, turn), one run per sample, and the drift of every change of turn.
-
-    Drift is how many held tokens the next prompt does not repeat: 0 continues the sample, more forks it.
-    There is no tolerance: the sampler never saw any other tokens than its prompt's.
-    """
-    runs, drift, held = [], [], None
-    for turn in turns:
+    runs, drift, held = [], [], None  # a run: (context ids, turn) of one sample
+    for turn in rollout.turns:
         prompt = list(turn.prompt_ids)
-        if held is not None and prompt[: len(held)] == held:
+        if held is not None:
+            drift.append(len(held) - common_prefix(held, prompt))
+        if drift and drift[-1] == 0:
             runs[-1].append((prompt[len(held) :], turn))
-            drift.append(0)
         else:
             runs.append([(prompt, turn)])
-            if held is not None:
-                drift.append(len(held) - common_prefix(held, prompt))
         held = prompt + list(turn.output_ids)
-    return runs, drift
+    samples = [sample_of(run, rollout.rollout_id, group_id, row_index, version) for run in runs]
+    return [s for s in samples if s.trained.any()], drift
 
 
 def sample_of(run, rollout_id: int, group_id: int, row_index: int, version: int) -> Sample:
@@ -203,13 +194,9 @@ class Renderer:
         self.eos_ids = eos_ids
         self.keeps_turns = True
         self.template = str(tokenizer.get_chat_template(tools=[{}])) if tokenizer.chat_template else ""
+        self.parses = getattr(tokenizer, "response_template", None) is not None  # replies, by itself
         self.format = next((form for mark, form in FORMATS if mark in self.template), None)
         self._last = ("", [])
-
-    @property
-    def reads_calls(self) -> bool:
-        """Is it known how the model writes tool calls?"""
-        return self.format is not None or response_schema(self.tokenizer) is not None
 
     def prompt(self, messages: list[dict], schemas: list[dict] | None = None) -> list[int]:
         """The whole conversation, ready for the assistant's turn."""
@@ -223,14 +210,18 @@ class Renderer:
     ) -> list[int]:
         """The prompt of a later turn. `before` ends in the assistant's message, the last of what `held`
         stands for; `new` came after it."""
-        whole = self.ids(before + new, schemas, add_generation_prompt=True)
-        if not self.keeps_turns:
-            return whole
+        parts = self.parts(before, new, schemas) if self.keeps_turns else None
+        return held + parts[1] if parts else self.ids(before + new, schemas, add_generation_prompt=True)
+
+    def parts(self, before: list[dict], new: list[dict], schemas) -> tuple[list[int], list[int]] | None:
+        """The ids through the last token that ends a turn in `before`, and the prompt's ids behind it.
+
+        None where the template renders `before` otherwise once `new` has followed.
+        """
         rendered = self.ids(before, schemas, add_generation_prompt=False)
-        end = last_of(rendered, self.eos_ids)  # the template may put a line break behind it
-        if end is None or whole[: end + 1] != rendered[: end + 1]:
-            return whole
-        return held + whole[end + 1 :]
+        whole = self.ids(before + new, schemas, add_generation_prompt=True)
+        end = max((i for i, token in enumerate(rendered, 1) if token in self.eos_ids), default=0)
+        return (whole[:end], whole[end:]) if end and whole[:end] == rendered[:end] else None
 
     def ids(self, messages: list[dict], schemas: list[dict] | None, add_generation_prompt: bool) -> list[int]:
         try:
@@ -253,7 +244,7 @@ class Renderer:
         ended = len(turn.output_ids) > 0 and turn.output_ids[-1] in self.eos_ids
         if not schemas or not ended:
             return message, []
-        if response_schema(self.tokenizer) is not None:
+        if self.parses:
             return parsed_reply(self.tokenizer, turn, schemas, message)
         raw = self.tokenizer.decode(turn.output_ids[:-1], skip_special_tokens=False)
         thought, close, said = raw.rpartition("</think>")  # what it thinks of calling, it does not call
@@ -264,10 +255,6 @@ class Renderer:
                 content = content.replace(special, "")
             message = {"role": "assistant", "content": content.strip(), "tool_calls": list(map(entry, calls))}
         return message, calls
-
-
-def last_of(ids: list[int], wanted: set[int]) -> int | None:
-    return next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in wanted), None)
 
 
 def entry(call: Call) -> dict:
@@ -302,13 +289,8 @@ def call_id(number: int) -> str:
 
 def tagged_calls(text: str) -> tuple[str, list[Call]]:
     """Qwen, Hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them."""
-    said, *parts = text.split("<tool_call>")
-    calls = []
-    for part in parts:
-        body, closed, rest = part.partition("</tool_call>")
-        calls.append(call_in(body) if closed else Call("", body, "the call has no </tool_call>"))
-        said += rest
-    return said, calls
+    tags = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+    return tags.sub("", text), [call for body in tags.findall(text) for call in json_calls(body)]
 
 
 def mistral_calls(text: str) -> tuple[str, list[Call]]:
@@ -317,62 +299,34 @@ def mistral_calls(text: str) -> tuple[str, list[Call]]:
     calls = []
     for part in map(str.strip, parts):
         if part.startswith("["):
-            calls += listed_calls(part)
+            calls += json_calls(part)
             continue
         name, _, arguments = part.replace("[ARGS]", "", 1).partition("{")
         name = name.partition("[CALL_ID]")[0].strip()
-        calls.append(checked(Call(name, f"{{{arguments}")))
+        calls.append(call_of({"name": name, "arguments": f"{{{arguments}"}))
     return said, calls
-
-
-def listed_calls(text: str) -> list[Call]:
-    try:
-        listed, _ = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError) as error:
-        return [Call("", text, f"the list of calls is not JSON ({error})")]
-    return [call_of(value) for value in listed]
-
-
-DEEPSEEK_BEGIN, DEEPSEEK_CALL = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
-DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
-DEEPSEEK_CALL_END, DEEPSEEK_END = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 
 
 def deepseek_calls(text: str) -> tuple[str, list[Call]]:
     """DeepSeek: begin, name, separator, arguments, end (V3.1); or, as V3 and R1 write it, begin, "function",
     separator, name, a line break, the arguments in a fence of JSON, end."""
-    said, *parts = text.replace(DEEPSEEK_BEGIN, "").replace(DEEPSEEK_END, "").split(DEEPSEEK_CALL)
+    marks = re.compile(r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", re.DOTALL)
     calls = []
-    for part in parts:
-        body, closed, rest = part.partition(DEEPSEEK_CALL_END)
-        said += rest
-        name, separated, arguments = body.partition(DEEPSEEK_SEPARATOR)
-        if not closed or not separated:
-            calls.append(Call("", body, "the call is not complete"))
-            continue
+    for body in marks.findall(text):
+        name, _, arguments = body.partition("<｜tool▁sep｜>")
         if name.strip() == "function":
             name, _, arguments = arguments.partition("\n")
             arguments = arguments.strip().removeprefix("```json").removesuffix("```")
-        calls.append(checked(Call(name.strip(), arguments.strip())))
-    return said, calls
+        calls.append(call_of({"name": name.strip(), "arguments": arguments}))
+    return re.sub("<｜tool▁calls▁(begin|end)｜>", "", marks.sub("", text)), calls
 
 
 def llama_calls(text: str) -> tuple[str, list[Call]]:
     """Llama 3: the whole message is {"name": ..., "parameters": {...}}, or several of them with a `;`."""
-    marked = "<|python_tag|>" in text
-    body = text.replace("<|python_tag|>", "").strip()
-    if not body.startswith("{") or not (marked or '"name"' in body):
+    body, marks = re.subn(r"<\|python_tag\|>", "", text)
+    if not body.strip().startswith("{") or not (marks or '"name"' in body):
         return text, []
-    decoder, calls = json.JSONDecoder(), []
-    while body:
-        try:
-            value, end = decoder.raw_decode(body)
-        except (ValueError, RecursionError) as error:
-            calls.append(Call("", body, f"the call is not JSON ({error})"))
-            break
-        calls.append(call_of(value))
-        body = body[end:].lstrip("; \n")
-    return "", calls
+    return "", json_calls(body)
 
 
 FORMATS = [  # what a chat template mentions -> how its model writes calls
@@ -384,45 +338,38 @@ FORMATS = [  # what a chat template mentions -> how its model writes calls
 ]
 
 
-def call_in(text: str) -> Call:
-    try:
-        return call_of(json.loads(text))
-    except (ValueError, RecursionError) as error:
-        return Call("", text.strip(), f"the call is not JSON ({error})")
+def json_calls(text: str) -> list[Call]:
+    """Calls in JSON: one or several, in a list or side by side."""
+    decoder, calls, text = json.JSONDecoder(), [], text.strip()
+    while text or not calls:
+        try:
+            value, end = decoder.raw_decode(text)
+        except (ValueError, RecursionError) as error:
+            return [*calls, Call("", text, f"the call is not JSON ({error})")]
+        calls += map(call_of, value if isinstance(value, list) else [value])
+        text = text[end:].lstrip("; \n")
+    return calls
 
 
 def call_of(value) -> Call:
     """The call in a decoded JSON value; its arguments may be JSON in a string."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return Call("", value, 'a call must be {"name": ..., "arguments": {...}}')
-    return checked(Call(value["name"], value.get("arguments", value.get("parameters", {}))))
-
-
-def checked(call: Call) -> Call:
-    """The call with its arguments as a dict, or with an error."""
-    if isinstance(call.arguments, str):
-        try:
-            call.arguments = json.loads(call.arguments)
-        except (ValueError, RecursionError) as error:
-            call.error = f"the arguments are not JSON ({error})"
-            return call
-    if not isinstance(call.arguments, dict):
-        call.error = "the arguments must be a JSON object"
-    return call
-
-
-def response_schema(tokenizer):
-    """How the tokenizer itself says its model's replies are parsed, if it does."""
-    return getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None)
+    name, arguments = value["name"], value.get("arguments", value.get("parameters", {}))
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError) as error:
+        return Call(name, arguments, f"the arguments are not JSON ({error})")
+    return Call(
+        name, arguments, None if isinstance(arguments, dict) else "the arguments must be a JSON object"
+    )
 
 
 def parsed_reply(tokenizer, turn: Turn, schemas: list[dict], plain: dict) -> tuple[dict, list[Call]]:
     """The reply as transformers parses it; one that it cannot parse is a malformed call."""
     text = tokenizer.decode(turn.output_ids[:-1], skip_special_tokens=False)
-    context = {"prefix": tokenizer.decode(turn.prompt_ids), "tools": schemas}
     try:
-        newer = getattr(tokenizer, "response_template", None) is not None
-        message = tokenizer.parse_response(text, **(context if newer else {}))
+        message = tokenizer.parse_response(text, prefix=tokenizer.decode(turn.prompt_ids), tools=schemas)
     except Exception as error:  # whatever a schema raises, it is about what the model wrote
         call = Call("", text, f"the reply could not be parsed ({first_line(error)})")
         return plain | {"tool_calls": [entry(call)]}, [call]
@@ -438,71 +385,48 @@ def first_line(error: Exception) -> str:
 # ------------------------------------------------------------------------------------------------- templates
 
 
-PROBE_THOUGHT = "Let me see."
-
-
 def probe(renderer: Renderer, schemas: list[dict]) -> str | None:
     """Play two rounds of a tool's call through the template: what it does to earlier turns, None = nothing.
 
     Sets `renderer.keeps_turns`. Raises ValueError for a template that cannot carry tools at all.
     """
-    name = schemas[0]["function"]["name"]
-    call = {"type": "function", "function": {"name": name, "arguments": {}}}
-    result = {"role": "tool", "name": name, "tool_call_id": call_id(0), "content": "5"}
-    question = [{"role": "user", "content": "What is 2 + 3?"}]
-    closing, costs = f"{PROBE_THOUGHT}\n</think>\n\n", []
+    name, question = schemas[0]["function"]["name"], [{"role": "user", "content": "What is 2 + 3?"}]
+    thought = "Let me see.\n</think>\n\n"
     try:
         sent = renderer.tokenizer.decode(renderer.ids(question, schemas, True)).rstrip()
         if name not in sent:
             raise ValueError("the chat template does not show tools to the model; give --chat_template")
-        if sent.endswith("</think>"):
-            thoughts = [""]
-        elif sent.endswith("<think>"):
-            thoughts = [closing]
-        else:
-            thoughts = ["", f"<think>\n{closing}"] if "think" in renderer.template else [""]
-        for thought in thoughts:
-            message = {"role": "assistant", "content": thought, "tool_calls": [call]}
-            costs.append(fork_cost(renderer, schemas, question, message, result))
+        said = [thought] if sent.endswith("<think>") else [""]
+        if "think" in renderer.template and not sent.endswith(("<think>", "</think>")):
+            said.append(f"<think>\n{thought}")
+        renderer.keeps_turns = all(keeps(renderer, schemas, name, question, text) for text in said)
     except RolloutError as error:
         raise ValueError(f"the chat template cannot render tools: {first_line(error)}") from error
-    if not any(costs):
+    if renderer.keeps_turns:
         return None
-    renderer.keeps_turns = False
-    kept, held = next(filter(None, costs))
+    ours = "deepseek" if "<｜Assistant｜>" in renderer.template else None
+    ours = "qwen3" if "<|im_start|>" in renderer.template else ours
+    instead = f"tasks/templates/{ours}.jinja keeps turns" if ours else "FILE may name one that keeps them"
     return (
         "the chat template rewrites earlier turns: every later turn of a rollout starts a new sample (a "
-        f"fork). In a probe conversation the next prompt repeats {kept} of {held} tokens held; each fork "
-        "forwards once more the tokens behind those and all that came after them, so a rollout of t turns "
-        f"costs about t / 2 times its tokens. --chat_template {suggestion(renderer.template)} keeps turns as "
-        "they were"
+        "fork), which forwards once more what comes after the change, so a rollout of t turns costs up to "
+        f"t / 2 times its tokens. --chat_template {instead}"
     )
 
 
-def fork_cost(
-    renderer: Renderer, schemas: list[dict], question: list[dict], message: dict, result: dict
-) -> tuple[int, int] | None:
-    """(tokens that the next prompt repeats, tokens held) where a turn is rewritten; None where none is."""
-    messages = list(question)
+def keeps(renderer: Renderer, schemas: list[dict], name: str, messages: list[dict], said: str) -> bool:
+    """Do two rounds of a call, after something was said, stay as they were sent and sampled?"""
+    message = {"role": "assistant", "content": said, "tool_calls": [entry(Call(name, {}))]}
+    result = {"role": "tool", "name": name, "tool_call_id": call_id(0), "content": "5"}
     for _ in range(2):
         sent = renderer.ids(messages, schemas, add_generation_prompt=True)
-        through = renderer.ids([*messages, message], schemas, add_generation_prompt=False)
-        messages += [message, result]
-        after = renderer.ids(messages, schemas, add_generation_prompt=True)
-        end = last_of(through, renderer.eos_ids)
-        kept = end is not None and after[: end + 1] == through[: end + 1] and through[: len(sent)] == sent
-        thought = message["content"]
-        if not kept or (thought and PROBE_THOUGHT not in renderer.tokenizer.decode(after[len(sent) :])):
-            held = sent + renderer.tokenizer.encode(thought, add_special_tokens=False)
-            return common_prefix(held, after), len(held)
-    return None
-
-
-def suggestion(template: str) -> str:
-    """The template that ships for this model family."""
-    if "<|im_start|>" in template:
-        return "tasks/templates/qwen3.jinja"
-    return "tasks/templates/deepseek.jinja" if "<｜Assistant｜>" in template else "FILE, one that"
+        parts = renderer.parts([*messages, message], [result], schemas)
+        if parts is None or parts[0][: len(sent)] != sent:
+            return False
+        if said and "Let me see." not in renderer.tokenizer.decode(parts[0][len(sent) :]):
+            return False
+        messages = [*messages, message, result]
+    return True
 
 
 def read_template(chat_template: str) -> str:

@@ -144,7 +144,7 @@ def test_template_that_rewrites_turns_is_reported_and_forks(tokenizer, tmp_path,
             samples = run.groups(1)[0].samples
             metrics = run.metrics()
     printed = capfd.readouterr().out
-    assert "the chat template rewrites earlier turns" in printed and "tokens held" in printed
+    assert "the chat template rewrites earlier turns" in printed
     assert len(samples) == 8 and metrics["rollout/fork_frac"] == (4, 4)
     assert "<think>" not in tokenizer.decode(samples[1].input_ids)
     trained = [tokenizer.decode(s.input_ids[s.trained]) for s in samples[:2]]

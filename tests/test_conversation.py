@@ -3,7 +3,6 @@
 Run: pytest tests/test_conversation.py
 """
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -163,7 +162,7 @@ def test_calls_are_read_in_the_forms_that_models_write(form, text, said, calls):
 @pytest.mark.parametrize(
     "form, text, name, error",
     [
-        ("tagged", '<tool_call>{"name": "add", "argu', "", "no </tool_call>"),
+        ("tagged", '<tool_call>{"name": "add", "argu', "", "not JSON"),
         ("tagged", "<tool_call>add(2, 3)</tool_call>", "", "not JSON"),
         ("tagged", "<tool_call>[1]</tool_call>", "", "a call must be"),
         (
@@ -175,7 +174,7 @@ def test_calls_are_read_in_the_forms_that_models_write(form, text, said, calls):
         ("mistral", "[TOOL_CALLS][{", "", "not JSON"),
         ("mistral", '[TOOL_CALLS]add[ARGS]{"a": ', "add", "not JSON"),
         ("llama", '{"name": "add", "parameters": {"a"', "", "not JSON"),
-        ("deepseek", f'{BEGIN}add{SEPARATOR}{{"a": 2', "", "not complete"),
+        ("deepseek", f'{BEGIN}add{SEPARATOR}{{"a": 2', "add", "not JSON"),
         ("deepseek", f"{BEGIN}add{SEPARATOR}2, 3{END}", "add", "not JSON"),
     ],
 )
@@ -288,6 +287,7 @@ def test_replies_are_parsed_by_transformers_where_the_tokenizer_says_how():
             },
         },
     }
+    renderer = Renderer(renderer.tokenizer, {}, renderer.eos_ids)
     prompt = renderer.prompt(QUESTION, SCHEMAS)
     text = 'so !call {"name": "add", "arguments": {"a": 2, "b": 3}}!end'
     message, calls = renderer.reply(said(renderer, text, prompt), SCHEMAS)
@@ -323,7 +323,7 @@ FORGETFUL = """{% for m in messages %}<|im_start|>{{ m.role }}
 )
 def test_shipped_templates_leave_earlier_turns_alone(name, specials, template_kwargs):
     renderer = renderer_of((TEMPLATES / f"{name}.jinja").read_text(), specials, **template_kwargs)
-    assert probe(renderer, SCHEMAS) is None and renderer.keeps_turns and renderer.reads_calls
+    assert probe(renderer, SCHEMAS) is None and renderer.keeps_turns and renderer.format
 
 
 def test_shipped_qwen_template_writes_its_models_format():
@@ -367,8 +367,6 @@ def test_probe_finds_a_template_that_drops_earlier_thoughts():
     warning = probe(renderer, SCHEMAS)
     assert not renderer.keeps_turns and "a new sample (a fork)" in warning
     assert "--chat_template tasks/templates/qwen3.jinja" in warning
-    kept, held = map(int, re.search(r"repeats (\d+) of (\d+) tokens", warning).groups())
-    assert 0 < kept < held
 
 
 def test_probe_refuses_a_template_that_cannot_carry_tools():
