@@ -20,8 +20,6 @@ import contextlib
 import shutil
 from pathlib import Path
 
-import torch
-
 from client import ServerError
 from link import Link, SyncError
 from lora import RANKS_OF_VLLM, adapter_state, save_adapter
@@ -32,7 +30,7 @@ from sync import Fleet
 class AdapterSync(Fleet):
     """What train() calls `sync`, as WeightSync. Every rank has one; only rank 0's has servers and files."""
 
-    def __init__(self, servers, options: Options, device: torch.device = torch.device("cpu")):  # noqa: B008
+    def __init__(self, servers, options: Options, device="cpu"):
         super().__init__(servers, options.vllm_server_timeout, device)
         self.options = options
         self.folder = Path(options.output_dir).absolute() / ".vllm_lora"
@@ -62,9 +60,6 @@ class AdapterSync(Fleet):
             self.kept.append(version)
         self.each("the loading", self.align)
         self.version = version
-
-    def resume(self) -> list[str]:
-        return [link.server.url for link in self.in_use()]
 
     def join(self, link: Link) -> None:
         link.labels = True  # names tell versions apart: it never samples from another one unnoticed

@@ -82,9 +82,7 @@ class GlooGroup:
             store = dist.TCPStore(address, port, world_size, False, timeout, use_libuv=False)
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timeout
-        loopback = address == "localhost" or address.startswith("127.")
-        own = "127.0.0.1" if loopback else local_address(address, port)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(address))]
         self.store = store  # the group reads it for as long as it lives
         self.group = dist.ProcessGroupGloo(store, rank, world_size, options)
         self.group.allreduce([torch.zeros(1)]).wait()
@@ -117,8 +115,8 @@ def host_store(world_size: int, timeout_s: float) -> dist.TCPStore:
     return dist.TCPStore("0.0.0.0", 0, world_size, True, timeout, wait_for_workers=False, use_libuv=False)
 
 
-def local_address(host: str, port: int) -> str:
+def local_address(host: str) -> str:
     """The address of this machine on the interface that leads to `host` (nothing is sent)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port or 80))
+        probe.connect((host, 9))
         return probe.getsockname()[0]

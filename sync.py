@@ -32,19 +32,16 @@ one of the senders wait for each other; send a part of the parameters that a ser
 
 from __future__ import annotations
 
-import itertools
 import math
 import queue
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import stream
-from link import Link, SyncError, alive, explain, failure
+from link import Link, SyncError, alive, background, failure
 from lora import adapted_layers, is_adapter, merging
 from stream import TensorSpec, packed_chunks, renaming
 
@@ -98,6 +95,10 @@ def full_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch
     return tensor.to(dtype or tensor.dtype).full_tensor()
 
 
+SHARED_GPU = (
+    " (NCCL takes one rank per GPU, and the server is on this trainer's: give it another by "
+    "CUDA_VISIBLE_DEVICES, or start it with the backend gloo, see tools/vllm_gloo)"
+)
 RUN_AGAIN = "start this run again (every weight goes out before the first prompt, then it is resumed)"
 HALF = f"It is paused and may hold half an update: do not resume it; {RUN_AGAIN}, or restart the server."
 ADVICE = {  # by the step that failed: what the server holds, and what to do
@@ -114,10 +115,10 @@ ADVICE = {  # by the step that failed: what the server holds, and what to do
 class Fleet:
     """The servers that get every version, until they fail. Only rank 0's has any."""
 
-    def __init__(self, servers, timeout_s: float, device: torch.device = torch.device("cpu")):  # noqa: B008
+    def __init__(self, servers, timeout_s: float, device="cpu"):
         self.timeout_s = timeout_s
         self.device = device
-        self.links = [Link(server, timeout_s, device) for server in servers]
+        self.links = [Link(server, timeout_s, device) for server in servers]  # to those in use
         self.version: int | None = None  # that every server in use holds
         self.returned: queue.SimpleQueue = queue.SimpleQueue()  # links to servers that were lost
         self.closed = False
@@ -126,63 +127,57 @@ class Fleet:
         """Make a server that is back ready for the next update; whatever is wrong with it is raised."""
         raise NotImplementedError
 
-    def in_use(self) -> list[Link]:
-        return [link for link in self.links if not link.lost]
-
     def welcome(self) -> None:
         """Servers that are back are in use again."""
         while not self.returned.empty():
-            link = self.returned.get()
-            self.links[[old.server for old in self.links].index(link.server)] = link
+            self.links.append(self.returned.get())
+
+    def resume(self) -> list[str]:
+        """Let requests go on; the URLs of the servers that hold the new weights."""
+        return [link.server.url for link in self.links]
 
     def close(self) -> None:
         self.closed = True
         for link in self.links:
             link.close()
 
-    def each(self, step: str, call) -> None:
+    def each(self, step: str, call, links=None) -> None:
         """call(link) for every server in use, side by side."""
-        links = self.in_use()
-        if len(links) == 1:
-            return self.attempt(step, links[0], call)
-        with ThreadPoolExecutor(max(len(links), 1)) as pool:
-            failures = list(pool.map(lambda link: failure(call, link), links))
-        for link, error in zip(links, failures, strict=True):
-            self.settle(step, link, error)
+        tried = [(link, background(failure, call, link, step)) for link in links or self.links]
+        for link, outcome in tried:
+            if (error := outcome.result()) is not None:
+                self.leave_out(link, step, error)
 
-    def attempt(self, step: str, link: Link, call) -> None:
-        self.settle(step, link, failure(call, link))
-
-    def settle(self, step: str, link: Link, error: Exception | None) -> None:
-        """Leave out a server that has failed; SyncError where the run cannot go on without it."""
-        if error is None:
-            return
+    def leave_out(self, link: Link, step: str, error: BaseException) -> None:
+        """Go on without a server that has failed; SyncError where the run cannot."""
         link.close()
-        link.lost = True
-        text = f"weights to {link.server.url}: {step} failed: {explain(error)}"
+        self.links.remove(link)
+        text = f"weights to {link.server.url}: {step} failed: {str(error) or type(error).__name__}"
+        if "Duplicate GPU" in text:
+            text += SHARED_GPU
         if self.version is None and step == "the update":
             text += " (does it serve the architecture that is trained?)"
-        if self.version is None or not self.in_use() or (not link.labels and alive(link.server)):
+        if self.version is None or not self.links or (not link.labels and alive(link.server)):
             raise SyncError(f"{text}. {ADVICE[step]}") from error
         print(f"{text}; the run goes on without it, and takes it back once it answers", flush=True)
-        threading.Thread(target=self.take_back, args=(link,), daemon=True).start()
+        background(self.take_back, link.server)
 
-    def take_back(self, lost: Link) -> None:
+    def take_back(self, server) -> None:
         """On a thread: wait until a server answers again, and let it join again."""
         said = None
         while not self.closed:
             time.sleep(RETRY_S)
-            if not alive(lost.server):
+            if not alive(server):
                 continue
-            link = Link(lost.server, self.timeout_s, self.device)
-            error = failure(self.join, link)
+            link = Link(server, self.timeout_s, self.device)
+            error = failure(self.join, link, "the return")
             if error is None:
-                print(f"{link.server.url} is back, and gets the next update", flush=True)
+                print(f"{server.url} is back, and gets the next update", flush=True)
                 return self.returned.put(link)
             link.close()
             if str(error) != said:
                 said = str(error)
-                print(f"{link.server.url} answers, but cannot be taken back: {said}", flush=True)
+                print(f"{server.url} answers, but cannot be taken back: {said}", flush=True)
 
 
 class WeightSync(Fleet):
@@ -191,25 +186,14 @@ class WeightSync(Fleet):
     Every rank has one; only rank 0's has servers. `init`, `prepare` and `send` are called by all ranks.
     """
 
-    def __init__(self, servers, timeout_s: float, device: torch.device = torch.device("cpu")):  # noqa: B008
-        super().__init__(servers, timeout_s, device)
-        self.dtype_name = "float32"
-        self.packed = []  # chunks of the next update that are ready, at most two
+    dtype_name = "float32"  # of what the servers hold
 
     def init(self) -> None:
-        for link in self.links:
-            if link.server.is_paused():
-                print(
-                    f"{link.server.url} was left paused; it gets every weight before it is resumed",
-                    flush=True,
-                )
         self.each("the rendezvous", Link.init)
-        names = {link.dtype_name for link in self.links} or {self.dtype_name}
+        names = sorted({link.dtype_name for link in self.links})
         if len(names) > 1:
-            raise SyncError(
-                f"the servers hold different dtypes ({sorted(names)}); start them all with one --dtype"
-            )
-        told = [names.pop()]
+            raise SyncError(f"the servers hold different dtypes ({names}); start them all with one --dtype")
+        told = names or [self.dtype_name]
         if dist.is_initialized():
             dist.broadcast_object_list(told, src=0)
         self.dtype_name = told[0]
@@ -228,7 +212,7 @@ class WeightSync(Fleet):
         merged, self.place = merging(model), parameters[0][1].device
         self.gathered = (full_tensor(merged(p), dtype) for _, p in parameters)
         self.update = names, shapes, chunks
-        self.packed = [self.pack(chunk) for chunk in chunks[:ALIVE]]
+        self.packed = [self.pack(chunk) for chunk in chunks[:ALIVE]]  # those that are ready
 
     def join(self, link: Link) -> None:
         link.init()
@@ -237,10 +221,9 @@ class WeightSync(Fleet):
 
     def greet(self, link: Link) -> None:
         """A server that was restarted since the last update needs a new group."""
-        if link.labels and link.version() != str(self.version):
+        if link.labels and link.server.weight_version() != str(self.version):
             print(f"{link.server.url} was restarted: it gets every weight again", flush=True)
             link.close()
-            link.chunks = queue.SimpleQueue()
             link.init()
 
     def pack(self, chunk: list[TensorSpec]):
@@ -255,13 +238,14 @@ class WeightSync(Fleet):
             return None, None
         sizes = [math.prod(spec.shape) for spec in chunk]
         data = torch.empty(sum(sizes), dtype=chunk[0].dtype, device=self.place)
-        parts, tensors, held = iter(data.split(sizes)), [], 0
-        for spec, tensor in gathered:
+        parts, tensors, held = [], [], 0
+        for part, (spec, tensor) in zip(data.split(sizes), gathered, strict=False):
+            parts.append(part)
             tensors.append(tensor.reshape(-1))
             held += spec.nbytes
             if held > TOGETHER_BYTES or spec is chunk[-1]:  # many small ones are copied by one kernel
-                torch._foreach_copy_(list(itertools.islice(parts, len(tensors))), tensors)
-                tensors, held = [], 0
+                torch._foreach_copy_(parts, tensors)
+                parts, tensors, held = [], [], 0
         complete = torch.cuda.current_stream().record_event() if data.is_cuda else None
         return data.view(torch.uint8), complete
 
@@ -274,20 +258,18 @@ class WeightSync(Fleet):
         """One complete update to every server, labelled `version`. All ranks gather, in the same order."""
         names, shapes, chunks = self.update
         self.each("the start", lambda link: link.begin(names, shapes))
-        for number, chunk in enumerate(chunks):
+        for chunk in chunks:
             if not self.packed:
-                for link in self.in_use():
-                    if link.sent <= number - ALIVE:
-                        self.attempt("the update", link, lambda link: link.until_sent(number - ALIVE + 1))  # noqa: B023
+                if waited_for := [link for link in self.links if not link.left.acquire(blocking=False)]:
+                    self.each("the update", Link.until_one_has_left, waited_for)
                 self.packed.append(self.pack(chunk))
             item = self.packed.pop(0)
-            for link in self.in_use():
+            for link in self.links:
                 link.chunks.put(item)
         self.each("the update", Link.complete)
         self.each("the finish", lambda link: link.server.finish_update(str(version)))
         self.version = version
 
     def resume(self) -> list[str]:
-        """Let requests go on; the URLs of the servers that hold the new weights."""
         self.each("the resume", lambda link: link.server.resume())
-        return [link.server.url for link in self.in_use()]
+        return super().resume()

@@ -198,7 +198,7 @@ def test_the_others_go_on_without_a_server_that_fails_and_it_is_taken_back(pair,
     two.faults[call] = ServerError("CUDA out of memory", 500)
     update(link, model, 2)
     assert one.label == "2" and holds(one, model) and one.calls[-1] == "resume"
-    assert [server.server for server in link.in_use()] == [one]
+    assert [each.server for each in link.links] == [one]
     assert "CUDA out of memory" in capsys.readouterr().out
     two.faults.clear()
     deadline = time.monotonic() + 5
