@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import threading
 import traceback
-from collections import Counter, deque
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,11 +82,10 @@ class SlotCache:
         self.layers: dict[int, list[torch.Tensor]] = {}
 
     def allocate(self, layer: int, *likes: torch.Tensor) -> None:
+        shapes = [(self.slots, self.length, like.shape[1], like.shape[3]) for like in likes]
         try:
             # zeros: attention gives unwritten positions weight 0, and 0 times a NaN of old memory is NaN
-            self.layers[layer] = [
-                like.new_zeros(self.slots, self.length, like.shape[1], like.shape[3]) for like in likes
-            ]
+            self.layers[layer] = [x.new_zeros(shape) for x, shape in zip(likes, shapes, strict=True)]
         except RuntimeError as error:
             raise RuntimeError(
                 f"no memory for layer {layer} of the KV cache: lower --max_num_seqs ({self.slots}) or "
@@ -110,7 +110,6 @@ HARMLESS = {"position_ids", "position_embeddings", "use_cache", "cache", "cache_
 def check_attention(module, kwargs: dict) -> None:
     """Refuse by name what `slot_attention` does not compute."""
     extra = sorted(k for k, v in kwargs.items() if v is not None and v is not False and k not in HARMLESS)
-    extra += ["sinks"] * hasattr(module, "sinks")
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         extra.append("bidirectional attention")
     if extra:
@@ -122,42 +121,31 @@ def refuse(what: str):
 
 
 def slot_attention(
-    module,
-    query: torch.Tensor,  # [1, H, N, D]
-    key: torch.Tensor,  # [1, G, N, D]
-    value: torch.Tensor,  # [1, G, N, D]
-    attention_mask,  # always None: a name without a mask function gets none from transformers
-    *,
-    slots: SlotCache,
-    step: Step,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **kwargs,
-):
-    """Attention over the slot cache, as an attention function of transformers; returns [1, N, H, D]."""
+    module, query, key, value, attention_mask, *, slots: SlotCache, step: Step,
+    scaling=None, dropout=0.0, sliding_window=None, softcap=None, **kwargs,
+):  # fmt: skip
+    """Attention over the slot cache, as an attention function of transformers; returns [1, N, H, D].
+
+    query [1, H, N, D]; key, value [1, G, N, D]. A name without a mask function gets no mask.
+    """
     if module.layer_idx not in slots.layers:  # in the warm-up, so at start
         check_attention(module, kwargs)
         slots.allocate(module.layer_idx, key, value)
-    keys, values = slots.write(module.layer_idx, step.address, key, value)  # [slots, T, G, D]
-    heads, groups, width = query.shape[1], key.shape[1], value.shape[3]
-    out = query.new_empty(query.shape[2], heads, width)  # [N, H, D]
+    cached = slots.write(module.layer_idx, step.address, key, value)  # [slots, T, G, D] each
+    query = query[0].unflatten(0, (key.shape[1], -1))  # [G, H/G, N, D]
+    outputs, rule = [], (scaling, softcap)
     if count := step.decoding:
-        q = query[0, :, :count].transpose(0, 1).reshape(count, groups, heads // groups, -1)
-        k = keys[:count, : step.longest].transpose(1, 2)  # [count, G, T, D]
-        v = values[:count, : step.longest].transpose(1, 2)
-        attended = attend(q, k, v, step.visible(sliding_window), scaling, softcap)  # [count, G, H/G, D]
-        out[:count] = attended.reshape(count, heads, width)
+        k, v = (x[:count, : step.longest].transpose(1, 2) for x in cached)  # [count, G, T, D]
+        q = query[:, :, :count].permute(2, 0, 1, 3)  # [count, G, H/G, D]
+        outputs.append(attend(q, k, v, step.visible(sliding_window), *rule).flatten(1, 2))
     for slot, first, start, end in step.runs:
-        last = first + end - start
-        q = query[0, :, first:last].unflatten(0, (groups, -1))  # [G, H/G, n, D]
-        k = keys[slot, :end].transpose(0, 1)[:, None].expand(-1, heads // groups, -1, -1)
-        v = values[slot, :end].transpose(0, 1)[:, None].expand(-1, heads // groups, -1, -1)
+        run = slice(first, first + end - start)
+        k, v = (x[slot, :end].transpose(0, 1)[:, None] for x in cached)  # [G, 1, T, D]
+        k, v = (x.expand(-1, query.shape[1], -1, -1) for x in (k, v))
         plain = start == 0 and softcap is None and (sliding_window is None or end <= sliding_window)
-        seen = None if plain else causal(step.position[first:last], end, sliding_window)
-        out[first:last] = attend(q, k, v, seen, scaling, softcap).flatten(0, 1).transpose(0, 1)
-    return out[None], None
+        seen = None if plain else causal(step.position[run], end, sliding_window)
+        outputs.append(attend(query[:, :, run], k, v, seen, *rule).flatten(0, 1).transpose(0, 1))
+    return torch.cat(outputs)[None], None
 
 
 def attend(query, key, value, visible, scaling: float | None, softcap: float | None) -> torch.Tensor:
@@ -176,27 +164,24 @@ def attend(query, key, value, visible, scaling: float | None, softcap: float | N
 def sample(logits: torch.Tensor, temperature, top_k, top_p, min_p, uniform):
     """One token per row, and the log-probabilities of exactly the distribution it was drawn from.
 
-    logits [R, V] float32; the rest CPU tensors [R] float64 (top_k <= 0, top_p = 1, min_p = 0 are off).
+    logits [R, V] float32; the rest [R] float64 (top_k <= 0, top_p = 1, min_p = 0 are off).
     Returns tokens [R] int64 and log-probabilities [R, V] float32, -inf where filtered. The token is the first
     whose cumulative probability passes the row's `uniform`: one number in [0, 1) decides it, whoever shares
     the batch. A row of temperature 0 takes the most likely token; its log-probabilities are those of
     temperature 1, unfiltered, as vLLM reports them.
     """
+    controls = (temperature, top_k, top_p, min_p, uniform)
+    temperature, top_k, top_p, min_p, uniform = (x[:, None] for x in controls)  # [R, 1]
     greedy = temperature < GREEDY
-    logits = logits / column(torch.where(greedy, 1.0, temperature).float(), logits)
+    logits = logits / torch.where(greedy, 1.0, temperature).float()
     logits = filtered(logits, top_k.masked_fill(greedy, 0), top_p.masked_fill(greedy, 1), min_p * ~greedy)
     logp = logits.log_softmax(-1)
     if bool(logp.isnan().any()):
         raise FloatingPointError("the model's logits are NaN: its weights are broken")
     # float64: a float32 sum over a large vocabulary would lose the rare tokens
     cumulative = logp.exp().to(torch.float64).cumsum(-1)
-    drawn = torch.searchsorted(cumulative, column(uniform, logits) * cumulative[:, -1:], right=True)
-    return torch.where(column(greedy, logits), logits.argmax(-1, keepdim=True), drawn)[:, 0], logp
-
-
-def column(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[R] -> [R, 1], beside the logits."""
-    return values.to(like.device)[:, None]
+    drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    return torch.where(greedy, logits.argmax(-1, keepdim=True), drawn)[:, 0], logp
 
 
 def filtered(logits: torch.Tensor, top_k, top_p, min_p) -> torch.Tensor:
@@ -206,20 +191,18 @@ def filtered(logits: torch.Tensor, top_k, top_p, min_p) -> torch.Tensor:
     likely ones of those left hold less than p. Ties with the last one kept stay.
     """
     if bool((min_p > 0).any()):
-        floor = logits.amax(-1, keepdim=True) + column(min_p.log().float(), logits)
+        floor = logits.amax(-1, keepdim=True) + min_p.log().float()
         logits = logits.masked_fill(logits < floor, -torch.inf)
     limited = (top_k > 0) | (top_p < 1)
     if bool(limited.any()):
-        size = logits.shape[-1]
-        top_k = torch.where(top_k > 0, top_k.clamp(max=size), size).long()
+        top_k = torch.where(top_k > 0, top_k, torch.inf).clamp(max=logits.shape[-1])
         width = int(top_k[limited].max())  # only a top-p row without top-k needs the whole vocabulary
         ordered = logits.topk(width).values  # [R, width], falling
-        kept = torch.arange(width, device=logits.device) < column(top_k, logits)
+        kept = torch.arange(width, device=logits.device) < top_k
         share = ordered.masked_fill(~kept, -torch.inf).softmax(-1).to(torch.float64)
-        before = share.cumsum(-1) - share
-        kept &= before < column(torch.where(top_p < 1, top_p, torch.inf), logits)
+        kept &= share.cumsum(-1) - share < torch.where(top_p < 1, top_p, torch.inf)
         lowest = ordered.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
-        logits = logits.masked_fill((logits < lowest) & column(limited, logits), -torch.inf)
+        logits = logits.masked_fill((logits < lowest) & limited, -torch.inf)
     return logits
 
 
@@ -252,31 +235,27 @@ class Adapters:
 
     def __init__(self, model, options):
         self.device, self.dtype = model.device, model.dtype
-        self.options = options
+        self.enabled = options.enable_lora
         self.loaded: dict[str, Adapter] = {}
         self.parts: list[tuple[Adapter, slice | torch.Tensor]] = []  # of the next forward, with their rows
         self.linear = {}
-        if options.enable_lora:  # an expert sees some of the tokens only, and nobody tells which
-            decoder = {id(module) for module in model.get_decoder().modules()}
-            named = ((name, m) for name, m in model.named_modules() if id(m) in decoder)
-            linear = {name: m for name, m in named if isinstance(m, torch.nn.Linear)}
-            self.linear = {name: m for name, m in linear.items() if ".experts." not in name}
-        for name, module in self.linear.items():
-            module.register_forward_hook(functools.partial(self.add, name))
+        decoder = set(model.get_decoder().modules()) if self.enabled else ()
+        for name, module in model.named_modules():
+            # an expert sees some of the tokens only, and nobody tells which
+            if module in decoder and isinstance(module, torch.nn.Linear) and ".experts." not in name:
+                self.linear[name] = module
+                module.register_forward_hook(functools.partial(self.add, name))
 
     def load(self, name: str, path: str) -> None:
-        """Read a folder of PEFT's. Raises for an adapter that does not fit the model or the options."""
-        if not self.options.enable_lora:
+        """Read a folder of PEFT's. Raises for an adapter that does not fit the model."""
+        if not self.enabled:
             raise ValueError("LoRA is not enabled. Use --enable-lora to enable LoRA.")
-        if len(self.loaded) >= self.options.max_loras:
-            raise ValueError(f"--max_loras {self.options.max_loras} adapters are loaded: unload one")
         config, layers = read_adapter(Path(path))
-        rank, limit = config["r"], self.options.max_lora_rank
-        if rank > limit:
-            raise ValueError(f"LoRA rank {rank} is greater than max_lora_rank {limit}.")
+        rank = config["r"]
         for layer, matrices in layers.items():
-            shape = self.linear[layer].weight.shape if layer in self.linear else None
-            if [tuple(m.shape) for m in matrices] != [(rank, shape[1]), (shape[0], rank)] if shape else True:
+            linear = self.linear.get(layer)
+            fitting = linear and [(rank, linear.in_features), (linear.out_features, rank)]
+            if [tuple(m.shape) for m in matrices] != fitting:
                 raise ValueError(f"{path}: {layer} is no linear layer of this model with these shapes")
             layers[layer] = [m.to(self.device, self.dtype) for m in matrices]
         scale = scaling(rank, config["lora_alpha"], config.get("use_rslora", False))
@@ -300,28 +279,26 @@ class Adapters:
 
 
 # ------------------------------------------------------------------------------------------- requests
-@dataclass(eq=False)
 class Request:
-    """One completion: written by the engine's thread until `done`, read by the HTTP thread after it."""
+    """One completion: written by the engine's thread until `done`, read by the HTTP thread after it.
 
-    tokens: list[int]  # the prompt, then what was generated
-    settings: SimpleNamespace  # temperature, top_k, top_p, min_p, logprobs, prompt_logprobs
-    eos_ids: frozenset[int]  # empty with ignore_eos
-    stop_ids: frozenset[int]
-    uniforms: np.ndarray  # [most tokens to generate] float64, one per generated token
-    adapter: Adapter | None = None  # stays its own when its name is unloaded meanwhile
-    prompt_length: int = field(init=False)
-    computed: int = 0  # leading tokens whose keys and values are in the cache
-    logp: list[float] = field(default_factory=list)
-    top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # ids, logp [logprobs] per token
-    prompt_scores: list[tuple] = field(default_factory=list)  # entry i is of token i + 1
-    marks: list[tuple[int, str]] = field(default_factory=list)  # (first output token, weight version)
-    finish_reason: str | None = None
-    stop_reason: int | None = None
-    done: threading.Event = field(default_factory=threading.Event)
+    `settings` are serve.FIELDS and `adapter`, which stays the request's own when it is unloaded meanwhile.
+    """
 
-    def __post_init__(self):
-        self.prompt_length = len(self.tokens)
+    def __init__(self, prompt: list[int], settings: SimpleNamespace, eos_ids: frozenset[int], limit: int):
+        self.tokens = prompt  # and then what was generated
+        self.prompt_length = len(prompt)
+        self.settings = settings
+        self.eos_ids = frozenset() if settings.ignore_eos else eos_ids
+        self.uniforms = uniforms(settings.seed, min(settings.max_tokens, limit - len(prompt)))
+        self.computed = 0  # leading tokens whose keys and values are in the cache
+        self.logp: list[float] = []  # of each generated token
+        self.top: list[tuple[np.ndarray, np.ndarray]] = []  # ids and logp [logprobs] beside it
+        self.prompt_scores: list[dict[int, float]] = []  # entry i is of token i + 1, which comes first
+        self.marks: list[tuple[int, str]] = []  # (first output token, weight version)
+        self.finish_reason: str | None = None
+        self.stop_reason: int | None = None
+        self.done = threading.Event()
 
     @property
     def output(self) -> list[int]:
@@ -331,12 +308,18 @@ class Request:
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_length
 
+    @property
+    def unscored(self) -> int:
+        """Prompt tokens whose log-probabilities are asked for and not there yet."""
+        asked = self.settings.prompt_logprobs is not None
+        return asked * (self.prompt_length - 1 - len(self.prompt_scores))
+
     def append(self, token: int) -> None:
         """Take a sampled token and see whether it is the last."""
         self.tokens.append(token)
         if token in self.eos_ids:
             self.finish_reason = "stop"
-        elif token in self.stop_ids:
+        elif token in self.settings.stop_token_ids:
             self.finish_reason, self.stop_reason = "stop", token
         elif self.generated == len(self.uniforms):
             self.finish_reason = "length"
@@ -352,8 +335,8 @@ class Request:
 class WeightReceiver:
     """The receiving end of a trainer's stream of weights.
 
-    Names are those of the checkpoint; `received` holds ids of parameters, as a tied head and its
-    embedding are one.
+    Names are those of the checkpoint. `stale` holds the ids of parameters (a tied head and its embedding are
+    one) that have to come before the weights are one policy's again, after an update that failed.
     """
 
     def __init__(self, model, timeout_s: float):
@@ -361,17 +344,25 @@ class WeightReceiver:
         self.parameters = {renamed(name): p for name, p in model.named_parameters(remove_duplicate=False)}
         self.timeout_s = timeout_s
         self.group = None
-        self.received: set[int] = set()
+        self.stale: set[int] = set()
 
-    def join(self, master_address, master_port, rank_offset, world_size, packed=False, **buffers) -> None:
-        """Join the trainer's group by vLLM's init_info; a second call leaves the first group.
-        `packed_num_buffers` overlaps streams on a GPU; it changes no byte."""
-        size = buffers.pop("packed_buffer_size_bytes", 1 << 30)
-        if unknown := set(buffers) - {"packed_num_buffers"}:
-            raise ValueError(f"Invalid init_info: unexpected {sorted(unknown)}")
+    def distrust(self) -> None:
+        self.stale = set(map(id, self.parameters.values()))
+
+    def join(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        packed: bool = False,
+        packed_buffer_size_bytes: int = 1 << 30,
+        packed_num_buffers: int = 2,  # overlaps streams on a GPU; changes no byte
+    ) -> None:
+        """Join the trainer's group by vLLM's init_info; a second call leaves the first group."""
         self.leave()
         self.group = GlooGroup(master_address, master_port, rank_offset, world_size, self.timeout_s)
-        self.buffer_bytes = size if packed else 0  # at 0 a chunk ends with every tensor
+        self.buffer_bytes = packed_buffer_size_bytes if packed else 0  # at 0 a chunk ends with every tensor
 
     def leave(self) -> None:
         if self.group is not None:
@@ -383,24 +374,25 @@ class WeightReceiver:
         the group stays in step with the trainer and the next update can use it."""
         if self.group is None:
             raise RuntimeError("gloo weight transfer not initialized. Call init_transfer_engine() first.")
-        problems = []
+        problem = None
         try:
             for chunk in packed_chunks(names, dtype_names, shapes, self.buffer_bytes):
-                buffer = torch.empty(sum(spec.nbytes for spec in chunk), dtype=torch.uint8)
+                sizes = [spec.nbytes for spec in chunk]
+                buffer = torch.empty(sum(sizes), dtype=torch.uint8)
                 self.group.broadcast(buffer)
-                for spec, data in zip(chunk, buffer.split([spec.nbytes for spec in chunk]), strict=True):
+                for spec, data in zip(chunk, buffer.split(sizes), strict=True):
                     parameter = self.parameters.get(spec.name)
-                    if parameter is None or parameter.shape != spec.shape:
-                        here = "unknown here" if parameter is None else f"{list(parameter.shape)} here"
-                        problems.append(f"{spec.name}, sent with shape {list(spec.shape)}, is {here}")
-                        continue
-                    parameter.copy_(data.view(spec.dtype).view(spec.shape))
-                    self.received.add(id(parameter))
+                    if parameter is not None and parameter.shape == spec.shape:
+                        parameter.copy_(data.view(spec.dtype).view(spec.shape))
+                        self.stale.discard(id(parameter))
+                    else:
+                        here = "unknown" if parameter is None else f"{list(parameter.shape)}"
+                        problem = f"{spec.name}, sent with shape {list(spec.shape)}, is {here} here"
         except Exception:
             self.leave()  # this end no longer knows where in the stream the trainer is
             raise
-        if problems:
-            raise ValueError(problems[0])
+        if problem:
+            raise ValueError(problem)
 
 
 # --------------------------------------------------------------------------------------------- engine
@@ -431,9 +423,7 @@ class Engine:
         self.decoding = 0
         self.waiting: deque[Request] = deque()
         self.paused = self.updating = False
-        self.whole = True  # false after an update that failed: the weights may be a mixture of two policies
-        self.counters: Counter = Counter()
-        self.piece = functools.lru_cache(maxsize=None)(self.piece)
+        self.preemptions = 0
         self.error: Exception | None = None  # what a forward ended in: nothing runs after it
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self.stepping = False  # a step is queued
@@ -447,9 +437,8 @@ class Engine:
         self.forward([0], [(0, 0, 0, 1)], decoding=1, rows=[0])
         through, layers = len(self.cache.layers), config.num_hidden_layers
         if through != layers:
-            refuse(
-                f"{through} of {layers} layers of {self.options.model} use transformers' attention interface"
-            )
+            name = self.options.model
+            refuse(f"{through} of {layers} layers of {name} use transformers' attention interface")
 
     # -- the thread
     def post(self, function, *args) -> Future:
@@ -466,13 +455,14 @@ class Engine:
         try:
             return function(*args)
         finally:
-            if (self.running or self.waiting) and not (self.held or self.stepping or self.error):
+            if self.busy and not self.stepping:
                 self.stepping = True
                 self.post(self.step)
 
     @property
-    def held(self) -> bool:
-        return self.paused or self.updating
+    def busy(self) -> bool:
+        held = self.paused or self.updating or self.error
+        return not held and bool(self.running or self.waiting)
 
     def check(self) -> None:
         if self.error is not None:
@@ -493,10 +483,10 @@ class Engine:
     def resume(self) -> None:
         if self.updating:
             raise RuntimeError("a weight update is open: call finish_weight_update before resuming")
-        if not self.whole:
+        if stale := self.weights.stale:
             raise RuntimeError(
-                "the last weight update failed half-way, so the weights may be a mixture of two policies: "
-                "send one complete update (start, every parameter, finish) before resuming, or restart"
+                f"a weight update failed half-way, so {len(stale)} parameters may be another policy's: send "
+                "one complete update (start, every parameter, finish) before resuming, or restart"
             )
         self.paused = False
 
@@ -511,8 +501,9 @@ class Engine:
                 "Call finish_weight_update first."
             )
         self.updating = True
-        self.weights.received.clear()
-        self.counters["preemptions"] += sum(r.computed > 0 for r in self.running)
+        if self.weights.stale:  # what an earlier window has brought may be another policy's
+            self.weights.distrust()
+        self.preemptions += sum(r.computed > 0 for r in self.running)
         self.decoding = 0
         for request in self.running:
             request.computed = 0
@@ -525,21 +516,14 @@ class Engine:
         try:
             self.weights.receive(**info)
         except BaseException:
-            self.updating, self.whole, self.paused = False, False, True
+            self.updating, self.paused = False, True
+            self.weights.distrust()
             raise
 
     def finish_update(self, version: str | None) -> None:
         if not self.updating:
             raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
         self.updating = False
-        parameters, received = self.weights.parameters, self.weights.received
-        missing = [name for name, parameter in parameters.items() if id(parameter) not in received]
-        if missing and not self.whole:
-            raise RuntimeError(
-                f"after a failed update every parameter has to come in one window; {len(missing)} did not, "
-                f"{missing[0]} for one"
-            )
-        self.whole = True
         if version is not None:
             self.version = version
             for request in self.running:
@@ -548,62 +532,47 @@ class Engine:
     # -- one forward and what follows from it
     def step(self) -> None:
         self.stepping = False
-        if self.held or not (self.running or self.waiting):  # by a command that came in between
-            return
         try:
-            self.advance()
+            if self.busy:  # no command that came in between has changed that
+                self.advance()
         except Exception as error:
             traceback.print_exc()
             self.error = error
 
     def advance(self) -> None:
-        """Admit requests, run one forward, and take what it gives: prompt scores and next tokens."""
+        """Admit requests, run one forward, and take what it gives: prompt scores and next tokens.
+
+        Its tokens are, in slot order, the one new token of each decoding slot, then what is left of prefixes.
+        Only the last run can stop short of its request's end, so those ready to sample are the first slots.
+        """
         while self.waiting and len(self.running) < self.options.max_num_seqs:
-            request = self.waiting.popleft()
-            request.marks.append((0, self.version))
-            self.counters["prompt_tokens"] += request.prompt_length
-            self.running.append(request)
-        runs = self.plan()
-        tokens, ready, rows, scored, scored_rows = [], [], [], [], []
-        for slot, first, start, end in runs:
-            request = self.running[slot]
-            tokens += request.tokens[start:end]
-            if request.settings.prompt_logprobs is not None:
-                begin, stop = len(request.prompt_scores), min(end, request.prompt_length - 1)
-                scored.append((request, begin, max(begin, stop)))
-                scored_rows += range(first + begin - start, first + stop - start)
-            if end == len(request.tokens):
-                rows.append(first + end - start - 1)
-                ready.append(request)
-            request.computed = end
-        owners = [(self.running[slot].adapter, end - start) for slot, _, start, end in runs]
-        self.adapters.share(*zip(*owners, strict=True))
-        logits = self.forward(tokens, runs, self.decoding, rows + scored_rows)
+            self.running.append(self.waiting.popleft())
+            self.running[-1].marks.append((0, self.version))
+        tokens, runs, ready, rows, scored = [], [], [], [], {}
+        scores = max(1, STEP_LOGITS // self.vocab_size)  # room for prompt scores
+        for slot, request in enumerate(self.running):
+            start, first, left = request.computed, len(tokens), request.unscored
+            end = min(len(request.tokens), start + STEP_TOKENS - first, start + scores if left else math.inf)
+            if end > start:
+                runs.append((slot, first, start, end))
+                tokens += request.tokens[start:end]
+                request.computed = end
+            if left := min(left, end - start):
+                scored[request] = range(first, first + left)
+                scores -= left
+            if end < len(request.tokens):
+                break
+            ready.append(request)
+            rows.append(len(tokens) - 1)
+        owners = [request.settings.adapter for request in self.running[: len(runs)]]
+        self.adapters.share(owners, [end - start for *_, start, end in runs])
+        logits = self.forward(tokens, runs, self.decoding, [*rows, *itertools.chain(*scored.values())])
         self.decoding = len(ready)
-        self.score_prompts(logits[len(ready) :], scored)
+        parts = logits[len(ready) :].split([len(positions) for positions in scored.values()])
+        for request, part in zip(scored, parts, strict=True):
+            self.score_prompt(request, part)
         if ready:
             self.sample(logits[: len(ready)], ready)
-
-    def plan(self) -> list[tuple[int, int, int, int]]:
-        """The tokens of the next forward, within its limits: runs (slot, first token in the row, start, end).
-
-        In slot order: the one new token of each decoding slot, then what is left of prefixes. Only the last
-        run can stop short of its request's end, so those ready to sample are the first slots.
-        """
-        runs, first = [], 0
-        scores = max(1, STEP_LOGITS // self.vocab_size)
-        for slot, request in enumerate(self.running):
-            left = len(request.tokens) - request.computed
-            take = min(left, STEP_TOKENS - first)
-            if request.settings.prompt_logprobs is not None and request.computed < request.prompt_length:
-                take = min(take, scores)
-                scores -= take
-            if take > 0:
-                runs.append((slot, first, request.computed, request.computed + take))
-                first += take
-            if take < left:
-                break
-        return runs
 
     def forward(self, tokens: list[int], runs: list, decoding: int, rows: list[int]) -> torch.Tensor:
         """Run one row of tokens [N] through the model; returns float32 logits [len(rows), V]."""
@@ -624,41 +593,32 @@ class Engine:
 
     def sample(self, logits: torch.Tensor, ready: list[Request]) -> None:
         """Draw the next token of every ready request; those that end make room."""
-        settings = [r.settings for r in ready]
-        uniform = [r.uniforms[r.generated] for r in ready]
-        controls = [(s.temperature, s.top_k, s.top_p, s.min_p) for s in settings]
-        controls = [[*c, u] for c, u in zip(controls, uniform, strict=True)]
-        controls = torch.tensor(controls, dtype=torch.float64)
+        settings = [(r.settings, r.uniforms[r.generated]) for r in ready]
+        controls = [(s.temperature, s.top_k, s.top_p, s.min_p, drawn) for s, drawn in settings]
+        controls = torch.tensor(controls, dtype=torch.float64, device=logits.device)  # [R, 5]
         tokens, logp = sample(logits, *controls.unbind(-1))
-        wanted = [s.logprobs for s in settings if s.logprobs is not None]
-        if wanted:
-            chosen = logp.gather(-1, tokens[:, None])[:, 0].tolist()
-            top_logp, top_ids = logp.topk(max(wanted))
-            # numpy rows: lists of them would be a heap the garbage collector walks again and again
-            top_logp, top_ids = top_logp.clamp(min=FILTERED).cpu().numpy(), top_ids.cpu().numpy()
+        chosen = logp.gather(-1, tokens[:, None])[:, 0].tolist()
+        top = logp.topk(min(max(r.settings.logprobs or 0 for r in ready), self.vocab_size))
+        # numpy rows: lists of them would be a heap the garbage collector walks again and again
+        top_ids, top_logp = top.indices.cpu().numpy(), top.values.clamp(min=FILTERED).cpu().numpy()
         for row, (request, token) in enumerate(zip(ready, tokens.tolist(), strict=True)):
-            count = request.settings.logprobs
-            if count is not None:
-                request.logp.append(chosen[row])
-                request.top.append((top_ids[row][:count], top_logp[row][:count]))
+            count = request.settings.logprobs or 0
+            request.logp.append(chosen[row])
+            request.top.append((top_ids[row][:count], top_logp[row][:count]))
             request.append(token)
-        self.counters["generation_tokens"] += len(ready)
         for request in [r for r in ready if r.finish_reason]:
             self.leave(request)
             request.done.set()
 
-    def score_prompts(self, logits: torch.Tensor, scored: list[tuple[Request, int, int]]) -> None:
-        """Log-probability and rank of each prompt token, and the most likely ones, at temperature 1."""
-        for request, begin, stop in scored:
-            logp = logits[: stop - begin].log_softmax(-1)
-            logits = logits[stop - begin :]
-            actual = torch.tensor(request.tokens[begin + 1 : stop + 1], device=logp.device)
-            actual_logp = logp.gather(-1, actual[:, None])
-            rank = (logp >= actual_logp).sum(-1, dtype=torch.int32)  # half the time of int64 on a CPU
-            top_logp, top_ids = logp.topk(request.settings.prompt_logprobs)
-            logps = (actual_logp[:, 0].clamp(min=FILTERED), top_logp.clamp(min=FILTERED))
-            columns = (actual, logps[0], rank, top_ids, logps[1])
-            request.prompt_scores += zip(*(column.tolist() for column in columns), strict=True)
+    def score_prompt(self, request: Request, logits: torch.Tensor) -> None:
+        """The next prompt tokens' log-probabilities and the most likely ones, at temperature 1: [n, V]."""
+        logp, begin = logits.log_softmax(-1), len(request.prompt_scores) + 1
+        actual = request.tokens[begin : begin + len(logp)]
+        own = logp.gather(-1, torch.tensor(actual, device=logp.device)[:, None])[:, 0]  # [n]
+        top = logp.topk(min(request.settings.prompt_logprobs, self.vocab_size))
+        own, likeliest = (values.clamp(min=FILTERED).tolist() for values in (own, top.values))
+        for token, score, ids, logps in zip(actual, own, top.indices.tolist(), likeliest, strict=True):
+            request.prompt_scores.append({token: score} | dict(zip(ids, logps, strict=True)))
 
     def leave(self, request: Request) -> None:
         """Free a request's slot. The decoding slots stay the first ones, and no slot is left empty."""
@@ -678,11 +638,6 @@ class Engine:
     def stop(self) -> None:
         self.error = RuntimeError("the server has been closed")
         self.thread.shutdown(wait=False, cancel_futures=True)
-
-    # -- reads, from any thread
-    def piece(self, token: int) -> str:
-        """The text of one token."""
-        return self.tokenizer.decode([token])
 
     def text(self, request: Request) -> str:
         """What was generated, without the token that stopped it and without special tokens."""

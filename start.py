@@ -33,7 +33,6 @@ import attention
 import checkpoint
 import pretrained
 import serve
-from adapters import served_rank, slots
 from client import Server, ServerError
 from conversation import read_template
 from feed import LEAVING, PREEMPTED
@@ -182,7 +181,7 @@ def start_embedded(options: Options, ranks: Ranks, ends: ExitStack) -> Popen:
         "transfer_timeout": options.vllm_server_timeout,
     }
     if options.lora_sync == "adapter":
-        arguments |= {"enable_lora": True, "max_loras": slots(options), "max_lora_rank": served_rank(options)}
+        arguments["enable_lora"] = True
     process = serve.begin(serve.words(arguments))
     ends.callback(serve.end, process)
     return process
