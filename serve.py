@@ -125,7 +125,7 @@ def read_prompt(body: dict, engine: Engine) -> list[int]:
     """The token ids of the prompt, which is text or ids; they leave room for one token or more."""
     ids, limit = body.get("prompt"), engine.max_model_len
     if not ids:
-        raise Refusal(400, "Either prompt or prompt_embeds must be provided and non-empty.")
+        raise Refusal(400, "prompt must be provided and non-empty.")
     if isinstance(ids, str):
         ids = engine.tokenizer(ids).input_ids
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < engine.vocab_size for i in ids):
