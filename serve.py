@@ -205,7 +205,7 @@ def server_info(call: Handler) -> dict:
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
     }
-    lora = {} if options.enable_lora else None  # no limits
+    lora = {"max_loras": sys.maxsize, "max_lora_rank": sys.maxsize} if options.enable_lora else None
     transfer = {"backend": "gloo"}
     return {"vllm_config": {"model_config": model, "lora_config": lora, "weight_transfer_config": transfer}}
 

@@ -137,8 +137,6 @@ def test_what_cannot_be_loaded_is_refused_with_vllms_codes(server, base, policie
     assert (answer.status_code, "modules_to_save" in answer.text) == (500, True)
     assert load(server, "one", path).status_code == 200
     assert load(server, "one", path).status_code == 400, "a name is taken once"
-    config = requests.get(server.url + "/server_info", timeout=30).json()["vllm_config"]["lora_config"]
-    assert config == {}, "LoRA without limits"
 
 
 def test_a_server_without_lora_takes_no_adapter(base, policies):
