@@ -35,16 +35,12 @@ class Prompts:
         self.epochs = epochs
         self.finished = finished
         self.again: deque[int] = deque()  # group ids
-        self.size: int | None = None  # of the dataset; a stream's is known once its end was seen
+        self.streams = dataset is not None and not hasattr(dataset, "__len__")
+        # of the dataset; a stream's is known once its end was seen
+        self.size: int | None = None if dataset is None or self.streams else len(dataset)
         self._attempts = Counter()
         self._streamed: OrderedDict[int, Prompt] = OrderedDict()
-        if dataset is None:
-            self._new = (Prompt(n, 0, n, {}) for n in itertools.count(position) if n not in finished)
-        elif hasattr(dataset, "__len__"):
-            self.size = len(dataset)
-            self._new = self._indexed(position)
-        else:
-            self._new = self._stream(position)
+        self._new = self._stream(position) if self.streams else self._indexed(position)
 
     def next(self) -> Prompt | None:
         """A prompt that has to be sampled again, else the next new one; None when there are no more.
@@ -54,19 +50,15 @@ class Prompts:
         if not self.again:
             return next(self._new, None)
         group_id = self.again.popleft()
-        self._attempts[group_id] += 1
-        return replace(self._old(group_id), attempt=self._attempts[group_id])
-
-    def _old(self, group_id: int) -> Prompt:
-        if self.dataset is None:
-            return Prompt(group_id, 0, group_id, {})
-        if hasattr(self.dataset, "__len__"):
-            return self._at(group_id)
-        if group_id not in self._streamed:
+        if self.streams and group_id not in self._streamed:
             raise RolloutError(f"prompt {group_id} of a stream is too far back to be sampled again")
-        return self._streamed[group_id]
+        self._attempts[group_id] += 1
+        prompt = self._streamed[group_id] if self.streams else self._at(group_id)
+        return replace(prompt, attempt=self._attempts[group_id])
 
     def _at(self, group_id: int) -> Prompt:
+        if self.dataset is None:
+            return Prompt(group_id, 0, group_id, {})
         epoch, row_index = divmod(group_id, self.size)
         return Prompt(group_id, epoch, row_index, self.dataset[row_index])
 
@@ -74,16 +66,15 @@ class Prompts:
         return self.size is not None and group_id >= self.epochs * self.size
 
     def _indexed(self, position: int):
-        for group_id in itertools.count(position):
-            if self._is_over(group_id):
-                return
-            if group_id not in self.finished:
-                yield self._at(group_id)
+        group_ids = itertools.takewhile(
+            lambda group_id: not self._is_over(group_id), itertools.count(position)
+        )
+        return (self._at(group_id) for group_id in group_ids if group_id not in self.finished)
 
     def _stream(self, position: int):
         if position:
             print("streaming dataset: sampling restarts from its first prompt", flush=True)
-        group_id = position
+        group_ids = (group_id for group_id in itertools.count(position) if group_id not in self.finished)
         for epoch in itertools.count():
             rows = iter(self.dataset)
             row, row_index = next(rows, None), 0
@@ -93,12 +84,11 @@ class Prompts:
                 following = next(rows, None)
                 if following is None:  # the size is told with the last prompt, not after it
                     self.size = row_index + 1
-                while group_id in self.finished:
-                    group_id += 1
+                group_id = next(group_ids)
                 if self._is_over(group_id):
                     return
                 prompt = self._streamed[group_id] = Prompt(group_id, epoch, row_index, row)
                 if len(self._streamed) > STREAMED_ROWS:
                     self._streamed.popitem(last=False)
                 yield prompt
-                group_id, row, row_index = group_id + 1, following, row_index + 1
+                row, row_index = following, row_index + 1

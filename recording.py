@@ -42,11 +42,8 @@ class Recording:
         self._file = open(path, "a" if go_on else "w")
 
     def write(self, message: GroupMessage) -> None:
-        line = {name: getattr(message, name) for name in ("group_id", "dropped", "dataset_size", "generated")}
-        line["samples"] = [
-            {name: encoded(value) for name, value in vars(sample).items()} for sample in message.samples
-        ]
-        self._file.write(json.dumps(line) + "\n")
+        samples = [{name: encoded(v) for name, v in vars(sample).items()} for sample in message.samples]
+        self._file.write(json.dumps({**vars(message), "samples": samples}) + "\n")
         self._file.flush()  # a run that is killed has written all that it was given
 
 
@@ -164,20 +161,7 @@ class Replay:
 class NoServers:
     """What train() calls `sync`, where nobody samples: weights go nowhere."""
 
-    def init(self) -> None:
+    def nothing(self, *_) -> None:
         pass
 
-    def prepare(self, model) -> None:
-        pass
-
-    def pause(self) -> None:
-        pass
-
-    def send(self, model, version: int) -> None:
-        pass
-
-    def resume(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    init = prepare = pause = send = resume = close = nothing
