@@ -31,9 +31,11 @@ import numpy as np
 from checkpoint import Progress
 from client import Notice
 from conversation import RolloutError
-from messages import EQUAL_REWARDS, TOO_OLD, DeathMessage, EndMessage, GroupMessage, MetricsMessage
 from metrics import Window
 from packing import Row, Sample, pack
+from process import DeathMessage
+from rollout import TOO_OLD, EndMessage, GroupMessage, MetricsMessage
+from scoring import EQUAL_REWARDS
 
 # what the ranks are told instead of a plan
 WAITING = "waiting"  # nothing yet; so that their collectives do not time out

@@ -15,10 +15,10 @@ from dataclasses import replace
 import torch
 
 from client import Notice
-from messages import GroupMessage, MetricsMessage
 from metrics import Window
 from options import OptionError, Options, check
 from process import RolloutProcess
+from rollout import GroupMessage, MetricsMessage
 from start import Ranks, check_inputs, load_tokenizer, reach_servers, start_embedded
 from teachers import check_teachers
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -22,12 +21,18 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import dataclass
 
 from conversation import RolloutError
-from messages import DeathMessage, GroupMessage
 from recording import Recording
-from rollout import CLOSE_S, load_loop
-from task import functions_of, locate
+from rollout import CLOSE_S, GroupMessage, load_loop
+
+
+@dataclass
+class DeathMessage:
+    """The last words of the rollout process."""
+
+    traceback: str
 
 
 class Link:
@@ -155,17 +160,13 @@ class RolloutProcess:
     def start(self, position: int, finished: set[int], version: int) -> None:
         """Sample from prompt `position` on, without `finished`; nothing starts before the first `publish`.
 
-        Raises TypeError for a reward, or anything else handed over, that cannot reach another process.
+        Raises TypeError for an option that cannot reach another process.
         """
         for name, value in vars(self.options).items():
             try:
                 pickle.dumps(value)
             except Exception as error:
                 raise TypeError(f"option {name} cannot be handed to the rollout process: {error}") from error
-        source = locate(self.options.task, "task")
-        if not inspect.isfunction(source):
-            functions_of(source, str(self.options.task))
-        load_loop(self.options.rollout_loop)
         if self.options.record:
             self._recording = Recording(self.options.record, go_on=bool(version or position or finished))
         self._link.version.value = version

@@ -25,8 +25,8 @@ from pathlib import Path
 import numpy as np
 
 from conversation import RolloutError
-from messages import EndMessage, GroupMessage
 from packing import Sample
+from rollout import EndMessage, GroupMessage
 
 AHEAD = 64  # groups that are read before they are asked for
 GROUP = re.compile(r'\{"group_id": (\d+).*\}\n')  # a whole line of a recording

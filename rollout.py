@@ -7,7 +7,8 @@
 
 A *group* is one prompt and its rollouts, a *rollout* one conversation, a *turn* one sampling request, a
 *sample* what is trained. `RolloutLoop` is an asyncio loop whose steps can be overridden one by one; it runs
-in a process of its own (process.py) and tells the trainer what came of each prompt (messages.py).
+in a process of its own (process.py) and tells the trainer what came of each prompt: one GroupMessage per
+prompt of an epoch, an EndMessage once they are used up. An empty queue does not mean that they are.
 
 How much is in flight has three limits: tokens not yet trained (`allowance`, published by the trainer), what
 the servers' key/value caches hold (`next_cap`), and max_concurrent_rollouts.
@@ -34,7 +35,6 @@ import scoring
 from calls import Caller, check_tools
 from client import ServerError
 from conversation import Renderer, Rollout, RolloutError, Turn, model_ids, read_template, samples_of
-from messages import TOO_OLD, EndMessage, GroupMessage, MetricsMessage
 from packing import Sample
 from prompts import Prompt, Prompts
 from questions import needed_logprobs, price
@@ -48,6 +48,32 @@ TICK_S = 0.05  # heartbeat, and how soon a new allowance is noticed
 REPORT_S = 1.0  # between two metrics messages
 CLOSE_S = 5.0  # seconds for close(), and for what is in flight, when the loop ends
 MEMORY = 512  # rollouts that the running mean of their tokens looks back on
+TOO_OLD = "too old"  # why a group is dropped whose prompt is sampled again
+
+
+@dataclass
+class GroupMessage:
+    """One prompt of an epoch is through: its samples, or why there are none."""
+
+    group_id: int
+    samples: list[Sample]
+    dropped: str | None
+    dataset_size: int | None  # None = streaming, and the end was not seen yet
+    generated: dict[str, int]  # samples and tokens that were generated, dropped ones too
+
+
+@dataclass
+class EndMessage:
+    """No new prompt is left; a run that is resumed at its end learns the dataset's size from nothing else."""
+
+    dataset_size: int
+
+
+@dataclass
+class MetricsMessage:
+    """What was measured in about a second."""
+
+    values: dict  # name -> number, list (mean over all of them) or (numerator, denominator)
 
 
 @dataclass(eq=False)

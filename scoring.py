@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 
 from conversation import Rollout, RolloutError
-from messages import EQUAL_REWARDS
 from metrics import rule
 from task import source_names, unwrapped
 
+EQUAL_REWARDS = "equal rewards"
 PASS = 1000  # groups that stand for a pass over a dataset, where that is longer or nobody knows
 
 

@@ -29,10 +29,9 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from messages import GroupMessage  # noqa: E402  (this script has the name of a module)
 from options import Options  # noqa: E402
 from process import RolloutProcess  # noqa: E402
-from rollout import TICK_S  # noqa: E402
+from rollout import TICK_S, GroupMessage  # noqa: E402
 
 VOCABULARY = 151_936
 GROUP = 8

@@ -6,8 +6,8 @@ import psutil
 from fake_server import FakeServer
 from rollout_run import TINY, calling, replies, tool_options
 
-from messages import GroupMessage
 from process import RolloutProcess
+from rollout import GroupMessage
 
 
 def resident_sets(rollouts: int, looks: int) -> list[float]:

@@ -5,8 +5,8 @@ import queue
 import numpy as np
 import torch
 
-from messages import GroupMessage
 from packing import Sample
+from rollout import GroupMessage
 
 
 class ListRollouts:

@@ -10,9 +10,9 @@ from pathlib import Path
 from fake_server import FakeServer
 
 import rollout
-from messages import GroupMessage, MetricsMessage
 from options import Options
 from process import Link
+from rollout import GroupMessage, MetricsMessage
 
 TINY = str(Path(__file__).parent.parent / "tiny")
 

@@ -156,11 +156,6 @@ class Fixed:
     rewards = [by_place]
 
 
-class Handed:
-    dataset = prompts()
-    rewards = [by_place, lambda completions, **_: [0.0]]
-
-
 # ---- datasets
 
 

@@ -21,9 +21,8 @@ from adapters import AdapterSync, choose
 from client import Server
 from conversation import Rollout, RolloutError
 from link import SyncError
-from messages import TOO_OLD
 from options import OptionError, Options
-from rollout import RolloutLoop
+from rollout import TOO_OLD, RolloutLoop
 from tools import check_vllm
 
 LORA = {

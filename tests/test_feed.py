@@ -12,8 +12,9 @@ from checkpoint import Progress
 from conversation import RolloutError
 from feed import LEAVING, WAITING, Feed
 from flops import RowCost
-from messages import TOO_OLD, DeathMessage, GroupMessage, MetricsMessage
 from packing import Planner, Sample
+from process import DeathMessage
+from rollout import TOO_OLD, GroupMessage, MetricsMessage
 
 
 class Producer:

@@ -21,8 +21,8 @@ from rollout_run import options_for
 
 import process as process_module
 from conversation import RolloutError
-from messages import DeathMessage, GroupMessage
-from process import RolloutProcess
+from process import DeathMessage, RolloutProcess
+from rollout import GroupMessage
 
 HERE = Path(__file__).parent
 
@@ -147,12 +147,7 @@ def test_the_process_ends_with_its_parent(model):
             time.sleep(0.05)
 
 
-def test_reward_that_cannot_be_handed_over_is_refused_before_anything_starts(model):
-    for task in ("rollout_tasks:Handed", rollout_tasks.Handed()):
-        process = RolloutProcess(options_for(model, task=task))
-        with pytest.raises(TypeError, match="Handed.<lambda> .* is a lambda or closure"):
-            process.start(0, set(), 0)
-        process.stop()
+def test_option_that_cannot_be_handed_over_is_refused_before_anything_starts(model):
     process = RolloutProcess(options_for(model, task_kwargs={"judge": lambda: 1}))
     with pytest.raises(TypeError, match="option task_kwargs cannot be handed to the rollout process"):
         process.start(0, set(), 0)

@@ -13,9 +13,9 @@ from rollout_run import options_for
 
 import process
 from conversation import RolloutError
-from messages import EndMessage, GroupMessage
 from process import RolloutProcess
 from recording import Recording, Replay
+from rollout import EndMessage, GroupMessage
 
 
 def write(path: Path, groups: list, go_on=False, first: int = 0) -> None:
