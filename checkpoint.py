@@ -20,6 +20,7 @@ Never: leave a directory called checkpoint-N that is not complete.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -36,7 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from client import Notice
 from lora import adapter_state, merging, save_adapter
-from options import OptionError
+from options import OptionError, refuse
 from pretrained import local, saved_tensors, write, write_beside
 
 LAST_SAVE_S = 10.0  # how long a run that is ended waits for the checkpoint it was writing
@@ -50,11 +51,10 @@ class Progress:
     away.
     """
 
-    def __init__(self, position: int = 0, beyond=(), tokens: int = 0, size: int | None = None):
+    def __init__(self, position: int = 0, beyond=(), tokens: int = 0):
         self.position = position
         self.beyond = set(beyond)
         self.tokens = tokens  # unique tokens forwarded before a resume
-        self.size = size  # rows of the dataset they are counted in, where known
 
     def done(self, prompt: int) -> None:
         if prompt >= self.position:
@@ -110,14 +110,11 @@ class Saver:
         adapter = adapter_state(self.model) if options.lora_r else None
         if adapter is None or options.merge_on_save:
             merged = merging(self.model)
-            parts = {n: on_cpu(local(merged(tensor))) for n, tensor in saved_tensors(self.model).items()}
+            parts = {name: on_cpu(merged(tensor)) for name, tensor in saved_tensors(self.model).items()}
         if not options.save_only_model:
-            shards = sharded_state(self.model, self.optimizer)
-            for name, tensor in shards.items():
-                own = parts.get(name.removeprefix("model."))
-                own = on_cpu(local(tensor)) if own is None else own
-                is_shard = isinstance(tensor, DTensor)
-                shards[name] = DTensor(own, tensor._spec, requires_grad=False) if is_shard else own
+            for name, tensor in sharded_state(self.model, self.optimizer).items():
+                same = name.removeprefix("model.")
+                shards[name] = parts[same] if same in parts else on_cpu(tensor)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         state = {"step": step, "only_model": options.save_only_model, "options": kept(options), **state}
@@ -203,9 +200,10 @@ class Saver:
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory, under way where it comes from a GPU: synchronize before it is read."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor.detach(), non_blocking=True)
+    """A copy, of a shard a shard, in pinned memory: under way where it comes from a GPU, so synchronize."""
+    own = local(tensor.detach())
+    copy = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda).copy_(own, non_blocking=True)
+    return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
 
 
 def write_json(path: Path, value) -> None:
@@ -251,27 +249,36 @@ def moments(optimizer, parameter) -> dict:
     return state
 
 
-# options without which trained adapters mean something else, and those that say what a prompt's number means
+# options without which trained adapters mean something else
 ADAPTERS = ("model", "lora_r", "lora_alpha", "lora_rslora", "lora_target_modules", "lora_modules_to_save")
-PROMPTS = ("task", "task_kwargs")
 
 
 def kept(options) -> dict:
     """The options that a checkpoint remembers."""
-    return {name: getattr(options, name) for name in ADAPTERS + PROMPTS}
+    return {name: getattr(options, name) for name in ADAPTERS}
 
 
-def check_options(path: Path, options) -> None:
-    """OptionError where a checkpoint was made with other adapters: their weights would be read as if not.
-    Other prompts are said, not refused: they may have moved."""
-    made, now = read_state(path)["options"], kept(options)
-    if (made["lora_r"] or now["lora_r"]) and any(made[name] != now[name] for name in ADAPTERS):
-        told = {name: made[name] for name in ADAPTERS} if made["lora_r"] else "no --lora_r"
-        raise OptionError(f"--resume_from_checkpoint: {path} was made with {told}; give the same")
-    for name in PROMPTS:
-        if made[name] != now[name] and os.environ.get("RANK", "0") == "0":
-            text = f"{path} was made with --{name} {made[name]}, not {now[name]}"
-            print(f"note: {text}: as many of these prompts are passed over as were done then", flush=True)
+def fingerprint(dataset) -> str | None:
+    """What a checkpoint remembers of the prompts: how many there are and what a few say; None of a stream."""
+    if not hasattr(dataset, "__len__"):
+        return None
+    some = [dataset[row].get("prompt") for row in range(0, len(dataset), len(dataset) // 32 + 1)]
+    return f"{len(dataset)} rows ({hashlib.blake2b(repr(some).encode(), digest_size=4).hexdigest()})"
+
+
+def check_resume(path: Path, options, prompts: str | None) -> None:
+    """OptionError where a checkpoint was made with other adapters, whose weights would be read as if not, or
+    with other prompts, of which it says by number which are done. `prompts`: their fingerprint."""
+    state, now = read_state(path), kept(options)
+    made, counted = state["options"], state.get("prompts")
+    told = {name: made[name] for name in ADAPTERS} if made["lora_r"] else "no --lora_r"
+    changed = (made["lora_r"] or now["lora_r"]) and made != now
+    refuse(changed, f"--resume_from_checkpoint: {path} was made with {told}; give the same")
+    refuse(
+        prompts and counted and prompts != counted,
+        f"--resume_from_checkpoint: the task's dataset has {prompts}, that of {path} had {counted}: its "
+        f"prompts are other ones. Resume with the same dataset, or train on with --model {path}",
+    )
 
 
 def read_state(path: Path) -> dict:

@@ -160,7 +160,7 @@ class Feed:
             self.evaluated = max([self.evaluated, *message.values.get("eval/version", [])])
             self.window.update(message.values)
         elif isinstance(message, EndMessage):
-            self.count_in(message.dataset_size)
+            self.dataset_size = message.dataset_size
         elif isinstance(message, GroupMessage):
             self.last_group = time.monotonic()
             self.receive(message)
@@ -179,19 +179,9 @@ class Feed:
             self.check()
             notice.say(f"the last evaluation: {self.rollouts.status()}")
 
-    def count_in(self, size: int | None) -> None:
-        """Prompts are numbered by rows of so large a dataset. RuntimeError if the checkpoint's was not."""
-        if size is not None and self.progress.size not in (None, size):
-            raise RuntimeError(
-                f"the task's dataset has {size} rows, that of the checkpoint {self.progress.size}: its "
-                "prompts are other ones. Resume with the same dataset, or train on with --model CHECKPOINT"
-            )
-        self.dataset_size = size
-        self.progress.size = size or self.progress.size
-
     def receive(self, message: GroupMessage) -> None:
         """One group: hand its samples to the planner, or note why there are none."""
-        self.count_in(message.dataset_size)
+        self.dataset_size = message.dataset_size
         self.generated.update(message.generated)
         if message.dropped is not None:
             samples = message.generated.get("samples", 0)

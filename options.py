@@ -2,7 +2,7 @@
 
     python train.py --model tiny --task tasks/sort.py --vllm_server_base_url embedded
     python train.py run.yaml --learning_rate 3e-6    a YAML or JSON file gives defaults, the command line wins
-    python train.py run.yaml --dry_run               prints the resolved options and stops
+    python train.py run.yaml --dry_run               looks at the inputs, prints the options, stops
 
 Never: an option that has no effect in the mode chosen (it is refused, with the reason). --rollout_only and
 --replay alone take a run's options as they are, those of the half they leave out too.
@@ -160,7 +160,7 @@ class Options:
     save_total_limit: int | None = option(None, "checkpoints kept (none = all)", "[1, inf)")
     save_only_model: bool = option(False, "leave out what a resume needs")
     resume_from_checkpoint: str | None = option(None, "a checkpoint, or true for the newest in output_dir")
-    dry_run: bool = option(False, "print the resolved options and stop")
+    dry_run: bool = option(False, "look at the inputs, print the resolved options and stop")
 
     def __post_init__(self):
         for name in ("model_init_kwargs", "task_kwargs", "chat_template_kwargs", "lr_scheduler_kwargs"):

@@ -277,9 +277,11 @@ def saved_tensors(model) -> dict[str, torch.Tensor]:
 
 
 def write(path: Path, model, parts: dict[str, torch.Tensor], dtype: torch.dtype, group) -> None:
-    """Write a model to *.safetensors from `parts`, what each rank holds of `saved_tensors`, on the CPU.
+    """Write a model to *.safetensors from `parts`, a copy of `saved_tensors` on the CPUs of all ranks.
 
-    Every rank calls it; rank 0 alone writes, what it gathers over `group` a few tensors at a time.
+    Every rank calls it; rank 0 alone writes, what it gathers over `group` a few tensors at a time. The
+    model is trained meanwhile: none of its tensors is touched
+    (tests/test_checkpoint.py::test_the_thread_that_writes_asks_the_model_for_no_tensor).
     """
     gathering = gathered(model, parts, dtype, group)
     try:
@@ -300,9 +302,8 @@ def write(path: Path, model, parts: dict[str, torch.Tensor], dtype: torch.dtype,
 
 def gathered(model, parts, dtype: torch.dtype, group) -> Iterator[tuple[str, torch.Tensor]]:
     """At rank 0: all that the files hold, by the names and in the cut they have. Elsewhere nothing."""
-    tensors = saved_tensors(model)
-    for names in groups(model, tensors):
-        whole = {name: gather(tensors[name], parts[name], dtype, group) for name in names}
+    for names in groups(model, parts):
+        whole = {name: gather(parts[name], dtype, group) for name in names}
         if dist.get_rank() == 0:
             yield from revert_weight_conversion(model, whole).items()
 
@@ -319,8 +320,9 @@ def groups(model, names) -> list[list[str]]:
     return list(found.values())
 
 
-def gather(tensor: torch.Tensor, own: torch.Tensor, dtype: torch.dtype, group) -> torch.Tensor | None:
-    """A tensor at rank 0's CPU, in `dtype` where it is of floats, from the rows that each rank holds."""
+def gather(tensor: torch.Tensor, dtype: torch.dtype, group) -> torch.Tensor | None:
+    """The whole of a tensor on rank 0's CPU, in `dtype` where it is of floats, from what each rank holds."""
+    own = local(tensor)
     own = own.to(dtype) if own.is_floating_point() else own
     if not isinstance(tensor, DTensor):
         return own

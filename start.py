@@ -39,7 +39,7 @@ from feed import LEAVING, PREEMPTED
 from lora import adapted_layers, add_adapters, reset_adapters
 from loss import router_coefficient
 from memory import memory_of
-from options import OptionError, Options
+from options import OptionError, Options, refuse
 from questions import check_server
 from rollout import check_task, load_loop
 from task import eval_rows, load_task
@@ -95,47 +95,48 @@ class Ranks:
     leaving: Leaving
 
 
-def check_inputs(options: Options, rollouts) -> Path | None:
-    """Look at model, task, loop, chat template, and the checkpoint to resume from; returns the latter.
+def check_inputs(options: Options, rollouts) -> tuple[Path | None, str | None]:
+    """Look at model, task, loop, chat template, and the checkpoint to resume from.
 
-    OptionError names what cannot work, before a model loads or a server starts.
+    Returns the latter, and what is kept of the task's prompts (rank 0 alone looks at them). OptionError names
+    what cannot work, before a model loads or a server starts.
     """
-    directory = Path(options.model)
-    if directory.is_dir() and not (directory / "config.json").is_file():
-        raise OptionError(f"--model {directory} is no model: it has no config.json")
-    if directory.is_dir() and not any(directory.glob("*.safetensors")):
-        raise OptionError(f"--model {directory} has no weights: there is no *.safetensors file in it")
+    directory, prompts = Path(options.model), None
+    is_path = options.model.startswith((".", "/", "~")) or options.model.count("/") > 1  # no name on the hub
+    refuse(is_path and not directory.is_dir(), f"--model {options.model}: there is no such directory")
+    if directory.is_dir():
+        refuse(not (directory / "config.json").is_file(), f"--model {directory} is no model: no config.json")
+        refuse(not any(directory.glob("*.safetensors")), f"--model {directory} has no *.safetensors file")
     config = pretrained.read_config(options)
     option_of("router_aux_loss_coef", router_coefficient, options.router_aux_loss_coef, config)
     if rollouts is None and int(os.environ.get("RANK", 0)) == 0:
         loop = option_of("rollout_loop", load_loop, options.rollout_loop)
         task = option_of("task", load_task, options.task, options.task_kwargs)
         option_of("task", check_task, task, loop, options)
+        prompts = checkpoint.fingerprint(task.dataset)
         if options.eval_dataset:
             option_of("eval_dataset", eval_rows, options.eval_dataset, task)
         if options.chat_template:
             option_of("chat_template", read_template, options.chat_template)
-    if options.report_to != "none" and importlib.util.find_spec(options.report_to) is None:
-        raise OptionError(f"--report_to {options.report_to} needs a package: pip install {options.report_to}")
+    tracker = options.report_to
+    absent = tracker != "none" and importlib.util.find_spec(tracker) is None
+    refuse(absent, f"--report_to {tracker} needs a package: pip install {tracker}")
     place = Path(options.output_dir).absolute()
     place = next(path for path in (place, *place.parents) if path.exists())
-    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-        raise OptionError(
-            f"--output_dir {options.output_dir}: {place} is no directory that can be written to"
-        )
-    wanted = options.resume_from_checkpoint
+    writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+    refuse(not writable, f"--output_dir {options.output_dir}: {place} is no directory that can be written to")
+    wanted, found = options.resume_from_checkpoint, checkpoint.newest(options.output_dir)
     if wanted is None or wanted.lower() == "false":
-        if found := checkpoint.newest(options.output_dir):
-            raise OptionError(
-                f"--output_dir {options.output_dir} holds {found.name} of an earlier run: go on with it by "
-                "--resume_from_checkpoint true, or choose another directory"
-            )
-        return None
-    path = checkpoint.newest(options.output_dir) if wanted.lower() == "true" else Path(wanted)
-    if path is None:
-        raise OptionError(f"--resume_from_checkpoint true: no complete checkpoint in {options.output_dir}")
-    checkpoint.check_options(path, options)
-    return path
+        refuse(
+            found,
+            f"--output_dir {options.output_dir} holds {found and found.name} of an earlier run: go on with it"
+            " by --resume_from_checkpoint true, or choose another directory",
+        )
+        return None, prompts
+    path = found if wanted.lower() == "true" else Path(wanted)
+    refuse(path is None, f"--resume_from_checkpoint true: no complete checkpoint in {options.output_dir}")
+    checkpoint.check_resume(path, options, prompts)
+    return path, prompts
 
 
 def option_of(name: str, read, *arguments):

@@ -101,6 +101,7 @@ class Run:
     scale: LossScale
     step: int  # optimizer steps so far
     version: int  # of the weights the servers hold
+    prompts: str | None  # their fingerprint, where rank 0 knows one
     batch: Any = WAITING  # the next micro-batch, or why there is none
     window: Window = field(default_factory=Window)
     rate: float = 0.0  # learning rate of the last step
@@ -424,7 +425,7 @@ def begin(options: Options, rollouts, sync, ends: ExitStack) -> Run:
         options = replace(options, num_train_epochs=1.0, overlap=True)
     if rollouts is not None and options.lora_sync == "auto":  # its requests may name no adapter
         options = replace(options, lora_sync="merged")
-    start = check_inputs(options, rollouts)
+    start, prompts = check_inputs(options, rollouts)
     ranks = join_ranks(options)
     needs_servers = ranks.rank == 0 and (rollouts is None or sync is None)
     embedded = start_embedded(options, ranks, ends) if needs_servers and options.embedded else None
@@ -454,6 +455,7 @@ def begin(options: Options, rollouts, sync, ends: ExitStack) -> Run:
         scale=LossScale(options.compute_dtype),
         step=step,
         version=version,
+        prompts=prompts,
     )
     ends.push(lambda kind, *_: last_words(run, embedded, kind))
     ends.callback(run.saver.close)
@@ -555,8 +557,7 @@ def resume(start: Path | None, model, optimizer, scheduler) -> tuple[int, int, P
         scheduler.step(
             state["step"]
         )  # the schedule of these options, not of those the checkpoint was made with
-    done = state["position"], state["beyond"], state["num_tokens"], state["dataset_size"]
-    return state["step"], state["version"], Progress(*done)
+    return state["step"], state["version"], Progress(state["position"], state["beyond"], state["num_tokens"])
 
 
 def state_of(run: Run) -> dict:
@@ -565,18 +566,19 @@ def state_of(run: Run) -> dict:
         return {}
     progress = run.feed.progress
     state = {"version": run.version, "position": progress.position, "beyond": sorted(progress.beyond)}
-    return state | {"num_tokens": run.feed.forwarded_tokens, "dataset_size": progress.size}
+    return state | {"num_tokens": run.feed.forwarded_tokens, "prompts": run.prompts}
 
 
 @record  # under torchrun: its report then ends with the traceback
 def main() -> None:
     options = parse_or_exit(sys.argv[1:])
-    if options.dry_run:
-        print(describe(options))
-        return
     disable_progress_bar()
     try:
-        generate(options) if options.rollout_only else train(options)
+        if options.dry_run:
+            check_inputs(options, options.replay)
+            print(describe(options))
+        else:
+            generate(options) if options.rollout_only else train(options)
     except OptionError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None

@@ -6,6 +6,7 @@ import resource
 import shutil
 import threading
 
+import datasets
 import pytest
 import torch
 import torch.distributed as dist
@@ -192,6 +193,21 @@ def test_a_save_holds_what_the_weights_were_when_it_was_asked_for(tmp_path, held
     assert {int(s["step"]) for s in other_optimizer.state.values()} == {1}
 
 
+def test_the_thread_that_writes_asks_the_model_for_no_tensor(tmp_path, monkeypatch):
+    """FSDP exchanges them while the model runs."""
+    model, optimizer, tokenizer = tiny()
+    write = checkpoint.write
+
+    def forbidding(path, model, *arguments):
+        with monkeypatch.context() as patch:
+            for name in ("state_dict", "named_parameters", "named_buffers", "parameters"):
+                patch.setattr(model, name, None)
+            write(path, model, *arguments)
+
+    monkeypatch.setattr(checkpoint, "write", forbidding)
+    assert save(tmp_path, 1, model, optimizer, tokenizer).name == "checkpoint-1"
+
+
 def test_the_next_save_waits_for_the_one_before(tmp_path, held):
     model, optimizer, tokenizer = tiny()
     saver = saver_of(tmp_path, model, optimizer, tokenizer)
@@ -244,7 +260,7 @@ def test_a_resume_with_other_adapters_is_refused(tmp_path):
     made = Options(model="tiny", lora_r=4, lora_alpha=8.0)
     state = {"step": 1, "only_model": False, "options": checkpoint.kept(made)}
     (tmp_path / "rollout_state.json").write_text(json.dumps(state))
-    checkpoint.check_options(tmp_path, made)
+    checkpoint.check_resume(tmp_path, made, None)
     for other in (
         {"lora_alpha": 16.0},
         {"lora_r": 0},
@@ -252,17 +268,22 @@ def test_a_resume_with_other_adapters_is_refused(tmp_path):
         {"lora_target_modules": ["q_proj"]},
     ):
         with pytest.raises(OptionError, match="was made with .*'lora_alpha': 8.0"):
-            checkpoint.check_options(tmp_path, dataclasses.replace(made, **other))
+            checkpoint.check_resume(tmp_path, dataclasses.replace(made, **other), None)
 
 
-def test_a_resume_with_other_prompts_is_said(tmp_path, capsys):
-    made = Options(model="tiny", task="tasks/sort.py", task_kwargs={"size": 64})
-    state = {"step": 1, "only_model": False, "options": checkpoint.kept(made)}
+def test_a_resume_with_other_prompts_is_refused(tmp_path):
+    """Also where there are as many; other columns, and a dataset of another type, are no other prompts."""
+    rows = [{"prompt": [{"role": "user", "content": str(i)}], "answer": i} for i in range(100)]
+    same = datasets.Dataset.from_list([row | {"answer": 0} for row in rows])
+    options = Options(model="tiny")
+    state = {"step": 1, "only_model": False, "options": checkpoint.kept(options)}
+    state["prompts"] = checkpoint.fingerprint(rows)
     (tmp_path / "rollout_state.json").write_text(json.dumps(state))
-    checkpoint.check_options(tmp_path, dataclasses.replace(made, learning_rate=1.0))
-    assert capsys.readouterr().out == ""
-    checkpoint.check_options(tmp_path, dataclasses.replace(made, task_kwargs={"size": 64, "seed": 1}))
-    assert "was made with --task_kwargs {'size': 64}, not {'size': 64, 'seed': 1}" in capsys.readouterr().out
+    for unchanged in (same, iter(rows), None):
+        checkpoint.check_resume(tmp_path, options, checkpoint.fingerprint(unchanged))
+    for other in (rows[:-1], rows[::-1]):
+        with pytest.raises(OptionError, match=r"rows \(.*, that of .* had 100 rows \(.*other ones"):
+            checkpoint.check_resume(tmp_path, options, checkpoint.fingerprint(other))
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "{}", "null"])

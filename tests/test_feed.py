@@ -109,13 +109,6 @@ def test_dropped_groups_count_towards_the_end_of_the_epoch():
     assert feed.dropped == {"equal rewards": 2}
 
 
-def test_a_checkpoint_of_another_dataset_is_refused_by_its_size():
-    progress = Progress(2, size=5)
-    feed = feed_of(Producer(group(2, size=6), group(3, size=6)), progress=progress)
-    with pytest.raises(RuntimeError, match="6 rows, that of the checkpoint 5"):
-        drain(feed)
-
-
 @pytest.mark.parametrize("max_staleness, kept", [(4, 3), (3, 2)])
 def test_samples_beyond_max_staleness_are_dropped_and_counted(max_staleness, kept):
     """At version 7, samples of versions 2, 3, 7 and 6: staleness 5, 4, 0, 1."""

@@ -74,7 +74,7 @@ def test_a_resumed_run_has_the_learning_rate_that_is_asked_for(kind, rate, monke
     options = Options(model="m", learning_rate=1e-5, lr_scheduler_type=kind, max_steps=10)
     model = torch.nn.Linear(2, 2)
     optimizer, scheduler = make_optimizer(options, model)
-    state = {"step": 4, "version": 4, "position": 0, "beyond": [], "num_tokens": 9, "dataset_size": 3}
+    state = {"step": 4, "version": 4, "position": 0, "beyond": [], "num_tokens": 9}
     monkeypatch.setattr(train.checkpoint, "read_state", lambda path: state)
     monkeypatch.setattr(train.checkpoint, "load", lambda *_: None)
     step, version, progress = train.resume(Path("x"), model, optimizer, scheduler)
