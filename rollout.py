@@ -37,7 +37,7 @@ from client import ServerError
 from conversation import Renderer, Rollout, RolloutError, Turn, model_ids, read_template, samples_of
 from packing import Sample
 from prompts import Prompt, Prompts
-from questions import needed_logprobs, price
+from questions import needed_logprobs
 from routing import Load, Routing, TooOld
 from scoring import Group, MetricsBuffer
 from task import Environments, Task, check_row, eval_rows, load_task, locate, opened, tools_of
@@ -298,7 +298,6 @@ class RolloutLoop:
         await self.caller.off_loop(self._load, position=position, finished=finished)
         await self.setup()
         await self._until(lambda: self.link.allowance.value > 0, "the first weights to reach the servers")
-        print(f"note: {price(self.options)}", flush=True)
         await self.routing.look()
         self._spawn(self.routing.watch())
         if self.eval_rows:

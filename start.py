@@ -40,7 +40,7 @@ from lora import adapted_layers, add_adapters, reset_adapters
 from loss import router_coefficient
 from memory import memory_of
 from options import OptionError, Options, refuse
-from questions import check_server
+from questions import check_server, price
 from rollout import check_task, load_loop
 from task import eval_rows, load_task
 
@@ -199,6 +199,8 @@ def reach_servers(options: Options, embedded: Popen | None) -> list[Server]:
             check_server(server, options)
         except ServerError as error:
             raise OptionError(str(error)) from error
+    if not embedded:
+        print(f"note: {price(options)}", flush=True)
     return servers
 
 
