@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import re
 import threading
@@ -55,11 +56,15 @@ class Notice:
 
 
 class ServerError(RuntimeError):
-    """The server refused a request or cannot be reached; `status` is the HTTP status, if there was one."""
+    """The server refused a request or cannot be reached; `status` is the HTTP status, if there was one.
+
+    `given_up`: the caller ended the attempts.
+    """
 
     def __init__(self, text: str, status: int | None = None):
         super().__init__(text)
         self.status = status
+        self.given_up = False
 
 
 @dataclass
@@ -323,7 +328,8 @@ class Server:
             except ServerError as error:
                 if error.status is not None and error.status < 500:
                     raise
-                if give_up is not None and give_up():
+                error.given_up = give_up is not None and give_up()
+                if error.given_up:
                     raise
                 now = time.monotonic()
                 if deadline is not None and now >= deadline:
@@ -474,37 +480,30 @@ def token_versions(spans: list[dict] | None, length: int) -> np.ndarray | None:
     return versions
 
 
-LINE = re.compile(r"^vllm:(\w+)(?:\{(.*)\})?\s+(\S+)")
+LINE = re.compile(r"^vllm:(\w+)(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 def parse_metrics(text: str) -> dict[str, float]:
     """The server's Prometheus page: `vllm:` names without the prefix, summed over engines and labels.
 
-    `kv_cache_usage_perc` (0 to 1) is the fullest engine's. `kv_cache_size_tokens` is added where the server
-    tells it: tokens that fit the key and value caches of all engines.
+    `kv_cache_usage_perc` (0 to 1) is the fullest engine's. `kv_cache_size_tokens` is added: tokens that fit
+    the key and value caches of all engines, NaN where the server does not tell.
     """
     values: dict[str, float] = {}
-    for line in text.splitlines():
-        if not (match := LINE.match(line)):
-            continue
-        name, labels, value = match[1], match[2] or "", float(match[3])
-        if name == "kv_cache_usage_perc":
-            values[name] = max(values.get(name, 0.0), value)
-        elif name == "cache_config_info":
+    for name, labels, value in LINE.findall(text):
+        value = float(value)
+        if name == "cache_config_info":
             name, value = "kv_cache_size_tokens", cache_tokens(dict(LABEL.findall(labels)))
-            if value is not None:
-                values[name] = values.get(name, 0.0) + value
-        else:
-            values[name] = values.get(name, 0.0) + value
+        together = max if name == "kv_cache_usage_perc" else float.__add__
+        values[name] = together(values.get(name, 0.0), value)
     return values
 
 
-def cache_tokens(labels: dict[str, str]) -> float | None:
-    """Tokens that fit one engine's cache; None when its labels do not tell."""
-    if labels.get("kv_cache_size_tokens", "None") != "None":
-        return float(labels["kv_cache_size_tokens"])
-    try:
-        return float(labels["num_gpu_blocks"]) * float(labels["block_size"])
-    except (KeyError, ValueError):
-        return None
+def cache_tokens(labels: dict[str, str]) -> float:
+    """Tokens that fit one engine's cache; before vLLM 0.28 only its blocks are told."""
+    told = labels.get("kv_cache_size_tokens", "None")
+    if told == "None":
+        told = labels.get("num_gpu_blocks", "None")
+        return math.nan if told == "None" else float(told) * float(labels["block_size"])
+    return float(told)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -118,13 +117,8 @@ class Routing:
     async def ask(self, place, request: dict) -> Completion:
         """The answer of the server at place.load, or of another one, which place.load then is."""
         while True:
-            load, gave_up = place.load, threading.Event()
-
-            def give_up(load=load, gave_up=gave_up):  # on the request's thread
-                if self._lost(load):
-                    gave_up.set()
-                return gave_up.is_set()
-
+            load = place.load
+            give_up = functools.partial(self._lost, load)
             ask = functools.partial(load.server.complete, give_up=give_up, **request)
             try:
                 answer = await asyncio.get_running_loop().run_in_executor(self.requests, ask)
@@ -133,7 +127,7 @@ class Routing:
                     if place.version < self.link.version.value - self.options.max_staleness:
                         raise TooOld from None
                     error = lost_weights(load.server.url, f"lacks the adapter {request['model']}")
-                elif not gave_up.is_set():
+                elif not error.given_up:
                     raise
                 elif not self.others(load):
                     continue  # they went down meanwhile: it is the last one now
@@ -206,28 +200,26 @@ class Routing:
 
     def _look_at(self, load: Load) -> tuple[str | None, dict[str, float] | None]:
         """A server's label of its weights and its /metrics; None for what it has not. On a thread."""
-        label = values = None
-        try:
-            label = None if self.adapters else load.server.weight_version()
-        except ServerError:
-            pass  # a server without that route, or one that is down: its requests are retried
-        try:
-            if load.context is None:
-                load.context = load.server.models()[0]["max_model_len"]
-            values = load.server.metrics()
-        except ServerError:
-            pass  # its cap stays max_concurrent_rollouts
-        return label, values
+
+        def told(read):
+            try:
+                return read()
+            except ServerError:
+                return None  # no such route, or it is down: its requests are retried
+
+        if load.context is None:
+            load.context = told(lambda: load.server.models()[0]["max_model_len"])
+        return None if self.adapters else told(load.server.weight_version), told(load.server.metrics)
 
     def _measured(self, load: Load, values: dict[str, float] | None) -> dict[str, float]:
-        """Adapt a server's cap; what is recorded of it."""
+        """Adapt a server's cap, which without /metrics stays what it is; what is recorded of it."""
         retries, load.retries = load.retries, load.server.retry_count
         looked = {"vllm_retry_count": load.retries - retries}
         if values is None:
             return looked
-        if not load.measured and "kv_cache_size_tokens" in values:
-            load.cap = max(1, int(values["kv_cache_size_tokens"] / load.context))
-            load.measured = True
+        room = values.get("kv_cache_size_tokens", math.nan) / (load.context or math.nan)
+        if not load.measured and room > 0:
+            load.cap, load.measured = max(1, int(room)), True
         usage, waiting = values.get("kv_cache_usage_perc", math.nan), values.get("num_requests_waiting", 0.0)
         if load.measured:
             cap = next_cap(load.cap, load.running, load.finished, usage, waiting)

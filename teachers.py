@@ -31,17 +31,13 @@ def teacher_of(name: str | None, names, where: str) -> str:
     """The teacher that a row's teacher_id names; ValueError says which rows do not fit."""
     if name is None and len(names) == 1:
         return next(iter(names))
-    if name is None:
-        raise ValueError(
-            f"{where} has no teacher_id, and there are several teachers: add the column, with one of "
-            f"{', '.join(names)} in every row, or give one of --teacher_server_urls"
-        )
-    if name not in names:
-        raise ValueError(
-            f"{where} names the teacher {name!r}: add it to --teacher_server_urls, which has "
-            f"{', '.join(names)}, or correct the column teacher_id"
-        )
-    return name
+    if name in names:
+        return name
+    said = "has no teacher_id" if name is None else f"names the teacher {name!r}"
+    raise ValueError(
+        f"{where} {said}: every row needs the column teacher_id with one of --teacher_server_urls, which has "
+        f"{', '.join(names)}"
+    )
 
 
 def check_rows(dataset, names) -> None:
@@ -65,7 +61,6 @@ class Teachers:
         self.servers, self.threads, self.context = {}, {}, {}
         self.retried = 0  # requests, so far
         self.asked = 0  # samples that are being scored, or wait to be
-        self.busy_since = 0.0  # the last scores, or the first question after none
         most = options.max_concurrent_scorings
         for name, url in options.teacher_server_urls.items():
             self.servers[name] = Server(url, options.vllm_server_timeout, connections=most)
@@ -83,15 +78,10 @@ class Teachers:
         """
         name = teacher_of(named, self.servers, "a sampled row")
         call = asyncio.get_running_loop().run_in_executor
-        if not self.asked:
-            self.busy_since = time.monotonic()
         self.asked += len(samples)
         asked = [call(self.threads[name], self._score, sample, name, vocabulary) for sample in samples]
         self.metrics.record("rollout/teacher_s", list(await asyncio.gather(*asked)))
         self.asked -= len(samples)
-        since, self.busy_since = self.busy_since, time.monotonic()
-        scored = sum(map(len, samples)), self.busy_since - since
-        self.metrics.record("rollout/teacher_tokens_per_s", scored)
         retried, self.retried = self.retried, sum(server.retry_count for server in self.servers.values())
         self.metrics.record("rollout/teacher_retry_count", self.retried - retried)
         for sample in samples:

@@ -149,8 +149,7 @@ ALWAYS = """
 """
 
 
-TAUGHT = {"jsd", "teacher_jsd/same", "teacher_tokens_frac/same", "teacher_signal_frac"}
-TAUGHT |= {"rollout/teacher_s", "rollout/teacher_tokens_per_s"}
+TAUGHT = {"jsd", "teacher_jsd/same", "teacher_tokens_frac/same", "teacher_signal_frac", "rollout/teacher_s"}
 
 
 def test_every_metric_of_a_run_without_tools_is_there(finished_run):

@@ -145,8 +145,6 @@ def test_requests_are_limited_timed_and_retried(model):
     values = run.metrics()
     assert most[0] == 2 and values["rollout/teacher_retry_count"] == 2
     assert len(values["rollout/teacher_s"]) == 16 and max(values["rollout/teacher_s"]) >= 0.02
-    tokens, seconds = values["rollout/teacher_tokens_per_s"]
-    assert tokens == run.loop._sent_tokens and 0.08 < seconds < 15
 
 
 def test_an_id_that_the_student_lacks_ends_the_run_at_the_sample(model):
@@ -294,7 +292,7 @@ def test_rows_must_name_a_teacher_of_the_run():
     check_rows(two_kinds().dataset, names)
     unnamed = two_kinds().dataset.remove_columns("teacher_id")
     check_rows(unnamed, {"default": "http://x"})  # one teacher needs no column
-    with pytest.raises(ValueError, match="the dataset has no teacher_id.*add the column"):
+    with pytest.raises(ValueError, match="the dataset has no teacher_id.*needs the column"):
         check_rows(unnamed, names)
     for dataset in (two_kinds(["a", "c"]).dataset, [{"teacher_id": "c"}]):
         with pytest.raises(ValueError, match="names the teacher 'c'.*--teacher_server_urls, which has a, b"):

@@ -15,11 +15,12 @@ the tokens/s of --burst requests at once. Ends with 1 where a difference after a
 """
 
 import argparse
+import copy
 import json
 import sys
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -77,29 +78,6 @@ def differences(model, asked) -> list[torch.Tensor]:
     return found
 
 
-class Requests:
-    """Requests in flight; `answers` once they are done."""
-
-    def __init__(self, server: Server, vocabulary: int, count: int, seed: int, **asked):
-        draw = torch.Generator().manual_seed(seed)
-        self.prompts = torch.randint(3, vocabulary, (count, PROMPT), generator=draw).tolist()
-        self.found = [None] * count
-
-        def ask(number):
-            self.found[number] = server.complete(self.prompts[number], seed=seed + number, **asked)
-
-        self.threads = [threading.Thread(target=ask, args=(number,)) for number in range(count)]
-        for thread in self.threads:
-            thread.start()
-
-    def answers(self) -> list:
-        for thread in self.threads:
-            thread.join()
-        if None in self.found:
-            raise SystemExit("a request was lost")
-        return list(zip(self.prompts, self.found, strict=True))
-
-
 def change_over(old: torch.Tensor, new: torch.Tensor) -> tuple[float, int]:
     """Differences [L] to two models -> the largest one under the best point of change, and that point."""
     worst = [float(torch.cat([old[:at], new[at:]]).max()) for at in range(len(old) + 1)]
@@ -129,20 +107,25 @@ class Check:
         self.version = 0  # 0: the server's own weights
         self.facts = {"vllm": self.server.version(), "dtype": served, "device": str(device)}
 
-    def requests(self, seed: int, count: int = TOGETHER) -> Requests:
+    def ask(self, seed: int, count: int = TOGETHER):
+        """Send `count` requests; returns what waits for their answers: (prompt, answer) of each."""
         adapter = self.run.adapter(self.version) if self.adapters and self.version else None
         asked = {"max_tokens": self.options.tokens, "cache_salt": f"{self.version} {seed}", "model": adapter}
+        draw = torch.Generator().manual_seed(seed)
         vocabulary = self.model.get_input_embeddings().num_embeddings
-        return Requests(self.server, vocabulary, count, seed, **asked)
+        prompts = torch.randint(3, vocabulary, (count, PROMPT), generator=draw).tolist()
+        ask = ThreadPoolExecutor(count).submit
+        answers = [ask(self.server.complete, p, seed=seed + n, **asked) for n, p in enumerate(prompts)]
+        return lambda: [(p, answer.result()) for p, answer in zip(prompts, answers, strict=True)]
 
     def compare(self) -> dict[str, float]:
-        apart = torch.cat(differences(self.model, self.requests(1000).answers()))
+        apart = torch.cat(differences(self.model, self.ask(1000)()))
         return {"max": round(float(apart.max()), 6), "mean": round(float(apart.mean()), 6)}
 
     def tokens_per_s(self, count: int) -> float:
-        self.requests(1, count).answers()  # whatever compiles at a first time
+        self.ask(1, count)()  # whatever compiles at a first time
         started = time.perf_counter()
-        found = self.requests(10_000, count).answers()
+        found = self.ask(10_000, count)()
         return sum(len(answer.token_ids) for _, answer in found) / (time.perf_counter() - started)
 
     def send(self) -> dict[str, float]:
@@ -158,27 +141,23 @@ class Check:
 
     def over_an_update(self) -> dict:
         """New weights while requests are in flight: seconds, and differences in flight and after it."""
-        flying = self.requests(self.version)
-        old = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        answers, old = self.ask(self.version), copy.deepcopy(self.model)
         add_noise(self.model, self.options.noise)
         time.sleep(self.options.lead)
-        line = {"seconds": self.send()}
-        flying = flying.answers()
-        new = differences(self.model, flying)
+        line, flying = {"seconds": self.send()}, answers()
         line["after"] = self.compare()
-        if self.version > 1:  # before that the server's weights were its own
-            keep = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-            self.model.load_state_dict(old)
-            before = differences(self.model, flying)
-            self.model.load_state_dict(keep)
-            changes = [change_over(*pair) for pair in zip(before, new, strict=True)]
-            if self.adapters:  # all of it is the old one's
-                changes = [(float(each.max()), 0) for each in before]
-            line["in_flight"] = round(max(worst for worst, _ in changes), 6)
-            line["over_the_update"] = sum(
-                0 < at < len(each) for (_, at), each in zip(changes, new, strict=True)
-            )
-            line["without_the_change"] = round(max(float(each.max()) for each in new), 6)
+        if self.version == 1:  # until now the server's weights were its own
+            return line
+        before, after = differences(old, flying), differences(self.model, flying)
+        if self.adapters:  # all of it is the old one's
+            changes = [(float(each.max()), 0) for each in before]
+        else:
+            changes = [change_over(*pair) for pair in zip(before, after, strict=True)]
+        line["in_flight"] = round(max(worst for worst, _ in changes), 6)
+        line["over_the_update"] = sum(
+            0 < at < len(each) for (_, at), each in zip(changes, after, strict=True)
+        )
+        line["without_the_change"] = round(max(float(each.max()) for each in after), 6)
         return line
 
 
