@@ -28,8 +28,9 @@ import math
 import threading
 import traceback
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,14 +58,8 @@ class Step:
     position: torch.Tensor  # [N] int64
     decoding: int  # the first tokens of the row are the newest ones of slots 0 .. decoding-1
     longest: int  # keys of the longest decoding slot
+    visible: Callable  # sliding window -> [decoding, longest] bool: the keys that those may see, made once
     runs: list[tuple[int, int, int, int]]  # (slot, its first token in the row, start, end position)
-    masks: dict = field(default_factory=dict)  # sliding window -> [decoding, 1, 1, longest] bool
-
-    def visible(self, window: int | None) -> torch.Tensor:
-        """[decoding, 1, 1, longest]: the keys each decoding slot's newest token may see."""
-        if window not in self.masks:
-            self.masks[window] = causal(self.position[: self.decoding], self.longest, window)[:, None, None]
-        return self.masks[window]
 
 
 def causal(position: torch.Tensor, keys: int, window: int | None) -> torch.Tensor:
@@ -81,22 +76,21 @@ class SlotCache:
         self.slots, self.length = slots, length
         self.layers: dict[int, list[torch.Tensor]] = {}
 
-    def allocate(self, layer: int, *likes: torch.Tensor) -> None:
-        shapes = [(self.slots, self.length, like.shape[1], like.shape[3]) for like in likes]
-        try:
-            # zeros: attention gives unwritten positions weight 0, and 0 times a NaN of old memory is NaN
-            self.layers[layer] = [x.new_zeros(shape) for x, shape in zip(likes, shapes, strict=True)]
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"no memory for layer {layer} of the KV cache: lower --max_num_seqs ({self.slots}) or "
-                f"--max_model_len ({self.length})"
-            ) from error
-
     def write(self, layer: int, address: torch.Tensor, *news: torch.Tensor) -> list[torch.Tensor]:
         """Store key and value, [1, G, N, D] each, at address [N]; returns the layer's buffers."""
+        if layer not in self.layers:
+            self.layers[layer] = [self.allocate(new.shape[1], new.shape[3], new) for new in news]
         for buffer, new in zip(self.layers[layer], news, strict=True):
             buffer.flatten(0, 1).index_copy_(0, address, new[0].transpose(0, 1))
         return self.layers[layer]
+
+    def allocate(self, groups: int, width: int, like: torch.Tensor) -> torch.Tensor:
+        try:
+            # zeros: attention gives unwritten positions weight 0, and 0 times a NaN of old memory is NaN
+            return like.new_zeros(self.slots, self.length, groups, width)
+        except RuntimeError as error:
+            size = f"--max_num_seqs ({self.slots}) or --max_model_len ({self.length})"
+            raise RuntimeError(f"no memory for the cache of keys and values: lower {size}") from error
 
     def move(self, source: int, target: int, length: int) -> None:
         for buffer in itertools.chain(*self.layers.values()):
@@ -122,7 +116,7 @@ def refuse(what: str):
 
 def slot_attention(
     module, query, key, value, attention_mask, *, slots: SlotCache, step: Step,
-    scaling=None, dropout=0.0, sliding_window=None, softcap=None, **kwargs,
+    scaling=None, dropout=0.0, sliding_window=None, **kwargs,
 ):  # fmt: skip
     """Attention over the slot cache, as an attention function of transformers; returns [1, N, H, D].
 
@@ -130,34 +124,23 @@ def slot_attention(
     """
     if module.layer_idx not in slots.layers:  # in the warm-up, so at start
         check_attention(module, kwargs)
-        slots.allocate(module.layer_idx, key, value)
     cached = slots.write(module.layer_idx, step.address, key, value)  # [slots, T, G, D] each
     query = query[0].unflatten(0, (key.shape[1], -1))  # [G, H/G, N, D]
-    outputs, rule = [], (scaling, softcap)
+    outputs, attend = [], functools.partial(F.scaled_dot_product_attention, scale=scaling)
     if count := step.decoding:
         k, v = (x[:count, : step.longest].transpose(1, 2) for x in cached)  # [count, G, T, D]
         q = query[:, :, :count].permute(2, 0, 1, 3)  # [count, G, H/G, D]
-        outputs.append(attend(q, k, v, step.visible(sliding_window), *rule).flatten(1, 2))
+        seen = step.visible(sliding_window)[:, None, None]  # [count, 1, 1, T]
+        outputs.append(attend(q, k, v, seen).flatten(1, 2))
     for slot, first, start, end in step.runs:
         run = slice(first, first + end - start)
         k, v = (x[slot, :end].transpose(0, 1)[:, None] for x in cached)  # [G, 1, T, D]
         k, v = (x.expand(-1, query.shape[1], -1, -1) for x in (k, v))
-        plain = start == 0 and softcap is None and (sliding_window is None or end <= sliding_window)
-        seen = None if plain else causal(step.position[run], end, sliding_window)
-        outputs.append(attend(query[:, :, run], k, v, seen, *rule).flatten(0, 1).transpose(0, 1))
+        plain = start == 0 and (sliding_window is None or end <= sliding_window)
+        seen = None if plain else causal(step.position[run], end, sliding_window)  # [n, T]
+        out = attend(query[:, :, run], k, v, seen, is_causal=plain)  # [G, H/G, n, D]
+        outputs.append(out.flatten(0, 1).transpose(0, 1))
     return torch.cat(outputs)[None], None
-
-
-def attend(query, key, value, visible, scaling: float | None, softcap: float | None) -> torch.Tensor:
-    """softmax(scaling * query key^T) value where `visible`; None means causal and square."""
-    if softcap is None:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=visible, is_causal=visible is None, scale=scaling
-        )
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = softcap * torch.tanh(query @ key.transpose(-1, -2) * scaling / softcap)
-    scores = scores.masked_fill(~visible, -torch.inf)
-    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
 
 
 # ------------------------------------------------------------------------------------------- sampling
@@ -218,7 +201,6 @@ def uniforms(seed: int | None, count: int) -> np.ndarray:
 class Adapter:
     """A low-rank adapter (lora.py), in the served dtype."""
 
-    name: str
     path: str
     scaling: float
     layers: dict[str, list[torch.Tensor]]  # name of a linear layer -> A [r, in], B [out, r]
@@ -233,13 +215,12 @@ class Adapters:
     keeps the adapter it came with (tests/test_adapters.py::test_a_request_keeps_an_adapter_that_is_unloaded).
     """
 
-    def __init__(self, model, options):
+    def __init__(self, model, enabled: bool):
         self.device, self.dtype = model.device, model.dtype
-        self.enabled = options.enable_lora
         self.loaded: dict[str, Adapter] = {}
         self.parts: list[tuple[Adapter, slice | torch.Tensor]] = []  # of the next forward, with their rows
         self.linear = {}
-        decoder = set(model.get_decoder().modules()) if self.enabled else ()
+        decoder = set(model.get_decoder().modules()) if enabled else ()
         for name, module in model.named_modules():
             # an expert sees some of the tokens only, and nobody tells which
             if module in decoder and isinstance(module, torch.nn.Linear) and ".experts." not in name:
@@ -248,18 +229,17 @@ class Adapters:
 
     def load(self, name: str, path: str) -> None:
         """Read a folder of PEFT's. Raises for an adapter that does not fit the model."""
-        if not self.enabled:
-            raise ValueError("LoRA is not enabled. Use --enable-lora to enable LoRA.")
         config, layers = read_adapter(Path(path))
         rank = config["r"]
         for layer, matrices in layers.items():
             linear = self.linear.get(layer)
             fitting = linear and [(rank, linear.in_features), (linear.out_features, rank)]
             if [tuple(m.shape) for m in matrices] != fitting:
-                raise ValueError(f"{path}: {layer} is no linear layer of this model with these shapes")
+                why = f"{layer} is no linear layer of this model with these shapes"
+                raise ValueError(f"{path}: {why}, or --enable_lora is missing")
             layers[layer] = [m.to(self.device, self.dtype) for m in matrices]
         scale = scaling(rank, config["lora_alpha"], config.get("use_rslora", False))
-        self.loaded[name] = Adapter(name, path, scale, layers)
+        self.loaded[name] = Adapter(path, scale, layers)
 
     def share(self, wanted: list[Adapter | None], counts: list[int]) -> None:
         """The next forward's tokens are counts[i] of wanted[i], one after the other."""
@@ -404,19 +384,24 @@ class Engine:
 
     def __init__(self, options):
         self.options = options
-        self.name = options.served_model_name or options.model
-        self.model = load_model(options)
+        self.name = options.model
+        ALL_ATTENTION_FUNCTIONS.register("slots", slot_attention)
+        form = {"dtype": options.dtype, "attn_implementation": "slots"}
+        model = AutoModelForCausalLM.from_pretrained(options.model, **form)
+        self.model = model.to(options.device).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(options.model)
-        self.eos_ids = eos_ids(self.model, self.tokenizer)
+        configured = model.generation_config.eos_token_id  # chat models often have one here and one there
+        configured = configured if isinstance(configured, list) else [configured]
+        self.eos_ids = frozenset([*configured, self.tokenizer.eos_token_id]) - {None}
         config = self.model.config.get_text_config()
         self.vocab_size = self.model.get_input_embeddings().num_embeddings
-        self.max_model_len = options.max_model_len or config.max_position_embeddings
-        if self.max_model_len > config.max_position_embeddings:
-            limit = config.max_position_embeddings
+        limit = config.max_position_embeddings
+        self.max_model_len = options.max_model_len or limit
+        if self.max_model_len > limit:
             raise ValueError(f"--max_model_len {self.max_model_len}: {options.model} has {limit} positions")
         self.capacity = options.max_num_seqs * self.max_model_len  # tokens
         self.cache = SlotCache(options.max_num_seqs, self.max_model_len)
-        self.adapters = Adapters(self.model, options)
+        self.adapters = Adapters(self.model, options.enable_lora)
         self.weights = WeightReceiver(self.model, options.transfer_timeout)
         self.version = "default"
         self.running: list[Request] = []  # by slot: the decoding ones, then those with tokens to prefill
@@ -581,13 +566,14 @@ class Engine:
         address = position + np.repeat(slot, end - start) * self.max_model_len  # [N]
         device, longest = self.model.device, int(end[:decoding].max(initial=0))
         packed = torch.from_numpy(np.stack([tokens, position, address])).to(device)
+        visible = functools.cache(functools.partial(causal, packed[1, :decoding], longest))
         out = self.model(
             input_ids=packed[:1],
             position_ids=packed[1:2],
             use_cache=False,
             logits_to_keep=torch.tensor(rows, dtype=torch.int64, device=device),
             slots=self.cache,
-            step=Step(packed[2], packed[1], decoding, longest, runs[decoding:]),
+            step=Step(packed[2], packed[1], decoding, longest, visible, runs[decoding:]),
         )
         return out.logits[0].float()
 
@@ -638,26 +624,3 @@ class Engine:
     def stop(self) -> None:
         self.error = RuntimeError("the server has been closed")
         self.thread.shutdown(wait=False, cancel_futures=True)
-
-    def text(self, request: Request) -> str:
-        """What was generated, without the token that stopped it and without special tokens."""
-        ids = request.output[:-1] if request.finish_reason == "stop" else request.output
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def load_model(options):
-    """The model in evaluation mode on its device, with attention over the slot cache."""
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    ALL_ATTENTION_FUNCTIONS.register("slots", slot_attention)
-    dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, attn_implementation="slots")
-    return model.to(device).eval()
-
-
-def eos_ids(model, tokenizer) -> frozenset[int]:
-    """The tokenizer's and the generation config's together: chat models often have one in each."""
-    configured = model.generation_config.eos_token_id
-    found = set(configured) if isinstance(configured, list) else {configured}
-    return frozenset(found | {tokenizer.eos_token_id}) - {None}

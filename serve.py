@@ -30,6 +30,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
+import torch
 import transformers
 
 from client import Notice
@@ -48,8 +49,8 @@ def parser() -> argparse.ArgumentParser:
     add("--max_num_seqs", type=int, default=64, help="requests at once, max_model_len of cache each")
     add("--max_logprobs", type=int, default=64, help="log-probabilities per token; -1 = no limit")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="auto: the checkpoint's")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:<index>")
-    add("--served_model_name", default="", help="the model's name in requests and answers; default: --model")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", default=device, help="cpu, cuda or cuda:<index>; cuda where there is one")
     add("--enable_lora", action="store_true", help="take low-rank adapters, at /v1/load_lora_adapter")
     add("--transfer_timeout", type=float, default=300.0, help="longest wait in a weight transfer, in seconds")
     add("--exit_with_parent", action="store_true", help="end when standard input is closed")
@@ -123,11 +124,10 @@ def read_settings(body: dict, engine: Engine) -> SimpleNamespace:
 
 def read_prompt(body: dict, engine: Engine) -> list[int]:
     """The token ids of the prompt, which is text or ids; they leave room for one token or more."""
-    ids, limit = body.get("prompt"), engine.max_model_len
+    prompt, limit = body.get("prompt"), engine.max_model_len
+    ids = engine.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
     if not ids:
         raise Refusal(400, "prompt must be provided and non-empty.")
-    if isinstance(ids, str):
-        ids = engine.tokenizer(ids).input_ids
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < engine.vocab_size for i in ids):
         raise Refusal(400, f"prompt must be text or a list of token ids from 0 to {engine.vocab_size - 1}.")
     if len(ids) >= limit:
@@ -157,9 +157,10 @@ def completions(call: Handler) -> dict:
 def choice(engine: Engine, request: Request) -> dict:
     """Log-probabilities are keyed by token id, as vLLM's are with return_tokens_as_token_ids."""
     settings, prompt = request.settings, request.tokens[: request.prompt_length]
+    text = request.output[:-1] if request.finish_reason == "stop" else request.output
     answer = {
         "index": 0,
-        "text": engine.text(request),
+        "text": engine.tokenizer.decode(text, skip_special_tokens=True),
         "logprobs": None,
         "finish_reason": request.finish_reason,
         "stop_reason": request.stop_reason,
@@ -189,8 +190,8 @@ def health(call: Handler) -> str:
 
 def models(call: Handler) -> dict:
     engine = call.engine
-    rows = [(engine.name, engine.options.model, None, engine.max_model_len)]
-    rows += [(a.name, a.path, engine.name, None) for a in list(engine.adapters.loaded.values())]
+    rows = [(engine.name, engine.name, None, engine.max_model_len)]
+    rows += [(name, a.path, engine.name, None) for name, a in list(engine.adapters.loaded.items())]
     keys = ("id", "root", "parent", "max_model_len")
     return {"object": "list", "data": [dict(zip(keys, row, strict=True), object="model") for row in rows]}
 
@@ -234,7 +235,7 @@ def load_adapter(call: Handler) -> str:
     name, path = (read(call.body, field, str) for field in ("lora_name", "lora_path"))
     if name in (call.engine.name, *call.engine.adapters.loaded):
         raise Refusal(400, f"The lora adapter '{name}' has already been loaded.")
-    if call.engine.options.enable_lora and not os.path.isfile(os.path.join(path, "adapter_config.json")):
+    if not os.path.isfile(os.path.join(path, "adapter_config.json")):
         raise Refusal(404, f"Loading lora {name} failed: No adapter found for {path}")
     call.engine.adapters.load(name, path)
     return f"Success: LoRA adapter '{name}' added successfully."

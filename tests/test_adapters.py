@@ -142,7 +142,7 @@ def test_a_server_without_lora_takes_no_adapter(base, policies):
     server = serve.start(base)
     answer = load(server, "one", policies["one"][0])
     server.close()
-    assert (answer.status_code, "--enable-lora" in answer.text) == (500, True)
+    assert (answer.status_code, "--enable_lora" in answer.text) == (500, True)
 
 
 @pytest.mark.parametrize("way", ["merged", "adapter"])
