@@ -35,6 +35,9 @@ FIRST_NOTICE_S, NOTICE_EVERY_S = 30.0, 60.0
 ROUNDING = 1e-4  # how far above 0 a log-probability may lie
 OUTSIDE = -9999.0  # how JSON carries minus infinity: a token that sampling could not have drawn
 TOKEN_ID = "token_id:"
+# sampling that changes nothing; a field that were left out would be filled from generation_config.json
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "n": 1}
+NEUTRAL |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)  # what reading raises
 
 
@@ -234,60 +237,28 @@ class Server:
     # ---- generation
 
     def complete(
-        self,
-        prompt_ids: list[int],
-        *,
-        max_tokens: int,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        seed: int,
-        logprobs: int | None = 0,
-        stop_token_ids: list[int] = (),
-        cache_salt: str | None = None,
-        model: str | None = None,
-        deadline: float | None = None,
-        give_up=None,
+        self, prompt_ids: list[int], *, logprobs: int | None = 0, deadline=None, give_up=None, **asked
     ) -> Completion:
         """Sample one completion of `prompt_ids`; with every token come the `logprobs` most likely ones.
 
-        logprobs 0 gives the sampled tokens' alone, None not even these. Otherwise, under `top_k`, the answer
-        also holds each token's candidate set: it is among the `top_k` most likely ones.
-        Every sampling field is sent: one left out would be filled from the model's generation_config.json.
-        Requests share cached prefixes only under one `cache_salt`. `model` names an adapter (None = the model
-        itself); one that is not loaded is a refusal with status 404.
+        `asked`: max_tokens, seed, and what else the request is to say: temperature, top_p, top_k, min_p,
+        stop_token_ids; cache_salt, under which alone requests share cached prefixes; model, the name of an
+        adapter (one that is not loaded is a refusal with status 404).
+        logprobs 0 gives the sampled tokens' alone, None not even these. Otherwise, under top_k, the answer
+        also holds each token's candidate set, which is among the top_k most likely ones.
 
         Raises ServerError with the server's text, at once for a refusal (4xx), after the last attempt for
         what may pass (timeout, reset, refused connection, 5xx, a request that was aborted). Raises
         TimeoutError when `deadline` (time.monotonic) passes; the server drops the request when its connection
         closes. `give_up`, asked after every failure that may pass, ends the attempts when it returns True.
         """
-        listed = logprobs if logprobs is None else top_k or logprobs  # the candidate set is read from them
-        body = {
-            "prompt": prompt_ids,
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "seed": seed,
-            "n": 1,
-            "stop_token_ids": list(stop_token_ids),
-            "logprobs": listed,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-            "return_weight_versions": True,
-        }
-        if cache_salt is not None:
-            body["cache_salt"] = cache_salt
-        if model is not None:
-            body["model"] = model
-        width = None if listed is None else min(logprobs, listed)
-        return self._retried(body, lambda choice: parse_choice(choice, width, top_k > 0), deadline, give_up)
+        body = {"prompt": prompt_ids, **NEUTRAL, **asked, "logprobs": logprobs, "return_token_ids": True}
+        body |= {"return_tokens_as_token_ids": True, "return_weight_versions": True}
+        width, restricted = logprobs, body["top_k"] > 0
+        if restricted and logprobs is not None:
+            body["logprobs"] = body["top_k"]  # the candidate set is read from them
+            width = min(width, body["top_k"])
+        return self._retried(body, lambda choice: parse_choice(choice, width, restricted), deadline, give_up)
 
     def score(self, ids: list[int], count: int, temperature: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
         """What this server's model thinks of a given sequence of L tokens; retried like `complete`.
@@ -297,13 +268,13 @@ class Server:
         float32, -inf. The first token, which nothing predicts, has none. One more token is generated, so L
         must be below max_model_len. vLLM ignores `temperature` here (teachers.py asks whether it does).
         """
-        body = {"prompt": ids, "max_tokens": 1, "temperature": temperature, "top_p": 1.0, "top_k": 0}
-        body |= {"min_p": 0.0, "repetition_penalty": 1.0, "prompt_logprobs": count, "return_token_ids": True}
+        body = {"prompt": ids, **NEUTRAL, "max_tokens": 1, "temperature": temperature}
+        body |= {"prompt_logprobs": count, "return_token_ids": True}
         return self._retried(body, lambda choice: parse_scores(choice, ids, count + 1))
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids that the server makes of a prompt given as text."""
-        body = {"prompt": text, "max_tokens": 1, "temperature": 1.0, "top_k": 1, "return_token_ids": True}
+        body = {"prompt": text, **NEUTRAL, "max_tokens": 1, "return_token_ids": True}
         read = lambda data: list(json.loads(data)["choices"][0]["prompt_token_ids"])  # noqa: E731
         return self._call("POST", "/v1/completions", read, body=body)
 
@@ -376,15 +347,14 @@ class Server:
 def error_text(response: requests.Response, path: str) -> str:
     """What the server says: {"error": {"message": text}}, {"error": text}, {"detail": ...} or text."""
     try:
-        content = response.json()
+        said = response.json()
     except ValueError:
         return response.text.strip() or response.reason
-    if content == {"detail": "Not Found"} and path != "/metrics":
+    if said == {"detail": "Not Found"}:
         return f"no such route; with VLLM_SERVER_DEV_MODE=1 in its environment a server has {path}"
-    error = content.get("error", content.get("detail", content)) if isinstance(content, dict) else content
-    if isinstance(error, dict) and "message" in error:
-        error = error["message"]
-    return error if isinstance(error, str) else json.dumps(error)
+    for key in ("error", "detail", "message"):
+        said = said.get(key, said) if isinstance(said, dict) else said
+    return said if isinstance(said, str) else json.dumps(said)
 
 
 def parse_choice(choice: dict, width: int | None, restricted: bool) -> Completion:

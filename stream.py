@@ -9,6 +9,7 @@ engine.py takes it.
 
 from __future__ import annotations
 
+import functools
 import math
 import socket
 import threading
@@ -59,13 +60,7 @@ def renaming(model):
     """
     rules = [rule.reverse_transform() for rule in reversed(getattr(model, "_weight_conversions", None) or ())]
     rules = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-
-    def renamed(name: str) -> str:
-        for rule in rules:
-            name, _ = rule.rename_source_key(name)
-        return name
-
-    return renamed
+    return lambda name: functools.reduce(lambda name, rule: rule.rename_source_key(name)[0], rules, name)
 
 
 class GlooGroup:

@@ -109,8 +109,9 @@ class Check:
 
     def ask(self, seed: int, count: int = TOGETHER):
         """Send `count` requests; returns what waits for their answers: (prompt, answer) of each."""
-        adapter = self.run.adapter(self.version) if self.adapters and self.version else None
-        asked = {"max_tokens": self.options.tokens, "cache_salt": f"{self.version} {seed}", "model": adapter}
+        asked = {"max_tokens": self.options.tokens, "cache_salt": f"{self.version} {seed}"}
+        if self.adapters and self.version:
+            asked["model"] = self.run.adapter(self.version)
         draw = torch.Generator().manual_seed(seed)
         vocabulary = self.model.get_input_embeddings().num_embeddings
         prompts = torch.randint(3, vocabulary, (count, PROMPT), generator=draw).tolist()
@@ -175,7 +176,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--lora_r", type=int, default=0, help="rank of adapters on all linear layers")
     parser.add_argument("--lora_sync", choices=["merged", "adapter"], default="merged")
     parser.add_argument("--burst", type=int, default=0, help="requests at once of which the rate is taken")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="of everything, at the end")
     return parser.parse_args(words)
 
 
@@ -196,10 +197,8 @@ def main() -> None:
     check.sync.close()
     worst = max(max(u["after"]["max"], u.get("in_flight", 0.0)) for u in result["updates"])
     spent = [list(u["seconds"].values()) for u in result["updates"]]  # prepare, pause, send, resume
-    result["median_s"] = {
-        "all": median(map(sum, spent)),
-        "from_pause_to_resume": median(sum(s[1:]) for s in spent),
-    }
+    stopped = median(sum(seconds[1:]) for seconds in spent)
+    result["median_s"] = {"all": median(map(sum, spent)), "from_pause_to_resume": stopped}
     result["worst"] = worst
     print(json.dumps(result) if options.json else {k: v for k, v in result.items() if k != "updates"})
     sys.exit(worst > options.limit)
