@@ -438,16 +438,27 @@ def read_template(chat_template: str) -> str:
     return Path(chat_template).read_text()
 
 
-def model_ids(model: str, source: dict, tokenizer) -> tuple[set[int], int | None]:
+def load_tokenizer(options):
+    """The model's tokenizer, under --chat_template if that is given."""
+    from transformers import AutoTokenizer  # here: importing it takes seconds
+
+    remote = options.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=remote, **options.source)
+    if options.chat_template:
+        tokenizer.chat_template = read_template(options.chat_template)
+    return tokenizer
+
+
+def model_ids(options, tokenizer) -> tuple[set[int], int | None]:
     """Ids that end a turn (tokenizer's and generation config's), and rows of the output head, if known."""
     from transformers import AutoConfig, GenerationConfig
 
-    eos_ids = {tokenizer.eos_token_id}
+    eos_ids, vocabulary = {tokenizer.eos_token_id}, None
     with contextlib.suppress(OSError):
-        place = {name: value for name, value in source.items() if name != "trust_remote_code"}
-        more = GenerationConfig.from_pretrained(model, **place).eos_token_id
+        more = GenerationConfig.from_pretrained(options.model, **options.source).eos_token_id
         eos_ids |= set(more) if isinstance(more, list) else {more}
-    vocabulary = None
     with contextlib.suppress(OSError, ValueError):
-        vocabulary = AutoConfig.from_pretrained(model, **source).get_text_config().vocab_size
+        remote = options.trust_remote_code
+        config = AutoConfig.from_pretrained(options.model, trust_remote_code=remote, **options.source)
+        vocabulary = config.get_text_config().vocab_size
     return eos_ids - {None}, vocabulary

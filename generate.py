@@ -15,11 +15,12 @@ from dataclasses import replace
 import torch
 
 from client import Notice
+from conversation import load_tokenizer
 from metrics import Window
 from options import OptionError, Options, check
 from process import RolloutProcess
 from rollout import GroupMessage, MetricsMessage
-from start import Ranks, check_inputs, load_tokenizer, reach_servers, start_embedded
+from start import Ranks, check_inputs, reach_servers, start_embedded
 from teachers import check_teachers
 
 

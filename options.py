@@ -33,6 +33,7 @@ def refuse(wrong, why: str) -> None:
 
 
 # the decaying schedules of the learning rate, and what they take
+SOURCE = ("revision", "subfolder", "token", "cache_dir", "local_files_only")  # where from, not how
 SCHEDULE_KWARGS = {
     "linear": set(),
     "cosine": {"num_cycles"},
@@ -182,6 +183,11 @@ class Options:
         """What servers call the adapter of a version: no other run's name, nor another version's."""
         place = str(Path(self.output_dir).absolute())
         return f"lora-{hashlib.blake2b(place.encode(), digest_size=4).hexdigest()}-v{version}"
+
+    @property
+    def source(self) -> dict:
+        """The part of model_init_kwargs that says which revision of which place."""
+        return {name: value for name, value in self.model_init_kwargs.items() if name in SOURCE}
 
     @property
     def distills(self) -> bool:

@@ -41,10 +41,9 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from conversation import first_line
 from lora import is_adapter
-from options import OptionError
+from options import SOURCE, OptionError
 
 FILE_BYTES = 5 << 30  # most bytes of tensors in one file that is written
-SOURCE = ("revision", "subfolder", "token", "cache_dir", "local_files_only")  # where from, not how
 KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 KINDS |= {torch.float64: "F64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
 # what a multimodal server reads beside config and tokenizer
@@ -52,11 +51,6 @@ PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json",
 
 
 # ---- where a model is, and what it is
-
-
-def source_of(options) -> dict:
-    """The part of model_init_kwargs that says which revision of which place."""
-    return {k: v for k, v in options.model_init_kwargs.items() if k in SOURCE}
 
 
 def read_config(options):
@@ -91,7 +85,7 @@ def skeleton(config, options):
     except ValueError as error:
         raise OptionError(f"--model {options.model}: {first_line(error)}") from error
     with contextlib.suppress(OSError):  # else what config.json says
-        model.generation_config = GenerationConfig.from_pretrained(options.model, **source_of(options))
+        model.generation_config = GenerationConfig.from_pretrained(options.model, **options.source)
     return model
 
 
@@ -141,7 +135,7 @@ def read(model, options, device: torch.device) -> None:
     for tensor in wanted.values():
         tensor._is_hf_initialized = True  # comes from the files
     model.initialize_weights()
-    files = [safe_open(path, framework="pt") for path in weight_files(options.model, source_of(options))]
+    files = [safe_open(path, framework="pt") for path in weight_files(options.model, options.source)]
     found = {key: file for file in files for key in file.keys()}
     plan, unexpected = read_plan(model, found, wanted)
     rounded = options.model_init_kwargs.get("dtype", options.dtype).removeprefix("torch.")
@@ -371,7 +365,7 @@ def write_beside(path: Path, model, options, dtype: torch.dtype) -> None:
     config.save_pretrained(path)
     model.generation_config.save_pretrained(path)
     for name in PROCESSOR_FILES:
-        quiet = dict(_raise_exceptions_for_missing_entries=False, **source_of(options))
+        quiet = dict(_raise_exceptions_for_missing_entries=False, **options.source)
         if (file := cached_file(options.model, name, **quiet)) is not None:
             shutil.copy(file, path)
     for file in Path(options.model).glob("*.py"):  # code of its own

@@ -34,7 +34,7 @@ import numpy as np
 import scoring
 from calls import Caller, check_tools
 from client import ServerError
-from conversation import Renderer, Rollout, RolloutError, Turn, model_ids, read_template, samples_of
+from conversation import Renderer, Rollout, RolloutError, Turn, load_tokenizer, model_ids, samples_of
 from packing import Sample
 from prompts import Prompt, Prompts
 from questions import needed_logprobs
@@ -105,10 +105,6 @@ class Place:
     started: float
     version: int  # of the weights: what servers do not tell of its tokens
     turns: int = 0
-
-
-class PromptTooLong(Exception):
-    """The server has no room for a token after the prompt."""
 
 
 PLACE: contextvars.ContextVar[Place] = contextvars.ContextVar("place")
@@ -182,7 +178,7 @@ class RolloutLoop:
         rollout, exhausted = Rollout([], [], []), False
         held = self.render(prompt, schemas)
         if self.is_full(held):
-            raise PromptTooLong(len(held))
+            return self.too_long(held)
         for rounds in itertools.count():
             turn = await self.generate_one_turn(held)
             message, calls = self.renderer.reply(turn, schemas)
@@ -211,6 +207,15 @@ class RolloutLoop:
         """Does the prompt leave the server no room for a token?"""
         context = PLACE.get().load.context
         return context is not None and len(prompt_ids) >= context
+
+    def too_long(self, prompt_ids: list[int]) -> Rollout:
+        place = PLACE.get()
+        if place.index == 0:
+            what = (
+                f"its prompt has {len(prompt_ids)} tokens, the server's max_model_len is {place.load.context}"
+            )
+            print(f"note: dataset row {place.group.row_index} is skipped: {what}", flush=True)
+        return Rollout([], [], [], given_up="prompt_too_long")
 
     async def generate_one_turn(self, prompt_ids: list[int]) -> Turn:
         """One request to the group's server, with the options' sampling settings and a seed of its own."""
@@ -306,15 +311,9 @@ class RolloutLoop:
 
     def _load(self, position: int, finished: set[int]) -> None:
         """Tokenizer, task and what reward functions need; on a thread, so that the heart beats meanwhile."""
-        from transformers import AutoTokenizer  # here: importing it takes seconds
-
         options = self.options
-        source = {"trust_remote_code": options.trust_remote_code}
-        source |= {k: v for k, v in options.model_init_kwargs.items() if k in ("revision", "subfolder")}
-        self.tokenizer = AutoTokenizer.from_pretrained(options.model, **source)
-        if options.chat_template:
-            self.tokenizer.chat_template = read_template(options.chat_template)
-        eos_ids, self.vocabulary = model_ids(options.model, source, self.tokenizer)
+        self.tokenizer = load_tokenizer(options)
+        eos_ids, self.vocabulary = model_ids(options, self.tokenizer)
         self.task = load_task(options.task, options.task_kwargs)
         self.eval_rows = eval_rows(options.eval_dataset, self.task) if options.eval_dataset else []
         self.renderer = Renderer(self.tokenizer, options.chat_template_kwargs, eos_ids)
@@ -454,31 +453,25 @@ class RolloutLoop:
     async def _play(self, place: Place) -> Rollout:
         """One rollout, in the slot that was taken for it; an empty one where it has to be given up."""
         PLACE.set(place)  # of this task alone
-        row, limit, given_up = f"dataset row {place.group.row_index}", self.options.rollout_timeout, None
+        limit = self.options.rollout_timeout
         try:
             play = self._converse_in_environment if self.task.environments else self._converse
             rollout = await asyncio.wait_for(play(place), limit)
         except asyncio.TimeoutError:
             if limit is None:
                 raise
-            given_up = "timeout"
-        except PromptTooLong as error:
-            given_up = "prompt_too_long"
-            if place.index == 0:
-                room = f"the server's max_model_len is {place.load.context}"
-                print(f"note: {row} is skipped: its prompt has {error} tokens, {room}", flush=True)
+            rollout = Rollout([], [], [], given_up="timeout")
         except TooOld:
-            given_up = "unloaded"
+            rollout = Rollout([], [], [], given_up="unloaded")
         except ServerError as error:
-            raise RolloutError(f"sampling {row} failed: {error}") from error
+            raise RolloutError(f"sampling dataset row {place.group.row_index} failed: {error}") from error
         finally:
             place.load.running -= 1
             place.load.finished += 1
             self._running.remove(place)
             self._changed.set()
-        if given_up:
-            rollout = Rollout([], [], [], given_up=given_up)
-            self.record(f"rollout/{given_up}_count", 1)
+        if rollout.given_up:
+            self.record(f"rollout/{rollout.given_up}_count", 1)
         self.record("rollout/duration_s", [time.monotonic() - place.started])
         return rollout
 
@@ -636,8 +629,8 @@ class RolloutLoop:
         """In a line: "31 rollouts in flight, oldest 118 s, 12 groups being scored, waits for training"."""
         oldest = min((place.started for place in self._running), default=None)
         oldest = "" if oldest is None else f", oldest {now - oldest:.0f} s"
-        scoring = sum(group.unfinished == 0 for group in self._flights)
-        parts = [f"{len(self._running)} rollouts in flight{oldest}", f"{scoring} groups being scored"]
+        done = sum(group.unfinished == 0 for group in self._flights)
+        parts = [f"{len(self._running)} rollouts in flight{oldest}", f"{done} groups being scored"]
         if self.teachers:
             parts.append(f"{self.teachers.asked} samples with teachers")
         if self._waiting_for:

@@ -27,14 +27,14 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoTokenizer, get_scheduler
+from transformers import get_scheduler
 
 import attention
 import checkpoint
 import pretrained
 import serve
 from client import Server, ServerError
-from conversation import read_template
+from conversation import load_tokenizer, read_template
 from feed import LEAVING, PREEMPTED
 from lora import adapted_layers, add_adapters, reset_adapters
 from loss import router_coefficient
@@ -224,8 +224,6 @@ def load_model(options: Options, ranks: Ranks):
     attention.register()
     model = pretrained.skeleton(pretrained.read_config(options), options)
     tokenizer = load_tokenizer(options)
-    if options.chat_template:  # checkpoints keep what was trained with
-        tokenizer.chat_template = read_template(options.chat_template)
     for module in model.modules():  # under dropout the ratio of an unchanged policy would not be 1
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -248,12 +246,6 @@ def load_model(options: Options, ranks: Ranks):
     if compiles(options, ranks.device):
         compile_layers(model)
     return model, tokenizer
-
-
-def load_tokenizer(options: Options):
-    return AutoTokenizer.from_pretrained(
-        options.model, trust_remote_code=options.trust_remote_code, **pretrained.source_of(options)
-    )
 
 
 def beside_language_model(model) -> list[torch.nn.Module]:
