@@ -1,17 +1,11 @@
 """What packing and planning cost and gain, on one core: python bench/packing.py [--json FILE] [--quick]
 
 1. `pack` beside a dictionary trie (one dict per token, the straightforward row builder), raw tokens/s.
-2. The planner on four workloads of 400 groups of 8, beside
-     greedy  a stream: a sample goes to the row that holds its group if it fits there, else to the least
-             loaded row while some row is empty; otherwise the micro-batch is closed
-     spill   the same, but to the least loaded row also where that does not raise the most loaded one
-     simple  of one micro-batch held: groups, cut by first-fit decreasing where they exceed a row, the oldest
-             and then the most expensive first, each to the row it leaves cheapest; then what is left, sample
-             by sample, wherever it fits
-   A row costs N + P / 4000 (N unique tokens, P attention pairs; about Qwen3-0.6B). Throughput is trained
-   tokens times ranks per unit of the sum of each micro-batch's largest cost. Prompts are normal, completions
-   lognormal with a common factor per group; means and spreads (WORKLOADS) are chosen so that the three rules
-   reproduce the figures of an earlier simulation (in brackets). Averages of three seeds.
+2. The planner on four workloads of 400 groups of 8, beside a greedy stream: a sample goes to the row that
+   holds its group if it fits there, else to the least loaded row while some row is empty; otherwise the
+   micro-batch is closed. A row costs N + P / 4000 (N unique tokens, P attention pairs; about Qwen3-0.6B).
+   Throughput is trained tokens times ranks per unit of the sum of each micro-batch's largest cost. Prompts
+   are normal, completions lognormal with a common factor per group. Averages of three seeds.
 3. A step of 8 rows of 32k unique tokens: added, planned and packed, from a planner in mid-stream.
 4. Samples through a multiprocessing queue: bytes per token, wall time from put to get and to a packed row.
 
@@ -20,7 +14,6 @@ Times are processor time of this process, except for the queue.
 
 import argparse
 import json
-import math
 import multiprocessing
 import pickle
 import sys
@@ -138,14 +131,6 @@ WORKLOADS = [
     Workload("400 + 900, 8 x 16k", (400, 0.4), (900, 0.6), 0.25, 16384, 8),
 ]
 
-# Throughput, fill and imbalance of the simulation: greedy, spill, simple (None: not given).
-SIMULATED = {
-    "400 + 900, 4 x 8k": ((9.45, 0.79, 1.25), (10.41, None, None), (10.67, 0.96, 1.09)),
-    "5.7k + 480, 4 x 16k": ((2.23, 0.72, 1.27), (2.32, None, None), (2.58, 0.95, 1.06)),
-    "2k + 8k, 4 x 32k": ((4.89, 0.81, 1.20), (5.18, None, None), (5.16, 0.93, 1.14)),
-    "400 + 900, 8 x 16k": ((35.1, 0.70, 1.37), (42.2, None, None), (45.6, 0.97, 1.03)),
-}
-
 
 def lognormal(rng, spread: float, size=None):
     """Lognormal factors of mean 1."""
@@ -179,125 +164,58 @@ class SketchRow:
     def __init__(self):
         self.tokens, self.pairs, self.trained, self.groups = 0, 0, 0, set()
 
-    def extra(self, group, prompt, completions):
-        """Tokens and pairs that samples of a group add."""
-        tokens = sum(completions)
-        more = sum(pairs(prompt + n) - pairs(prompt) for n in completions)
+    def extra(self, group, prompt, completion):
+        """Tokens and pairs that a sample of a group adds."""
+        tokens, more = completion, pairs(prompt + completion) - pairs(prompt)
         return (tokens, more) if group in self.groups else (tokens + prompt, more + pairs(prompt))
 
-    def add(self, group, prompt, completions):
-        tokens, more = self.extra(group, prompt, completions)
+    def add(self, group, prompt, completion):
+        tokens, more = self.extra(group, prompt, completion)
         self.tokens += tokens
         self.pairs += more
-        self.trained += sum(completions)
+        self.trained += completion
         self.groups.add(group)
 
     def cost(self):
         return COST.token * self.tokens + COST.pair * self.pairs
 
 
-def greedy(load: Workload, groups, spill: bool) -> list[list[SketchRow]]:
+def greedy(load: Workload, groups) -> list[list[SketchRow]]:
     batches, rows = [], [SketchRow() for _ in range(load.ranks)]
     for group, (prompt, completions) in enumerate(groups):
         for completion in completions:
-            row = greedy_row(rows, load.budget, (group, prompt, [completion]), spill)
-            if row is None:
+            sample = (group, prompt, completion)
+            home = [row for row in rows if group in row.groups]
+            least = min(rows, key=lambda row: row.pairs)
+            open_rows = home if home and least.tokens else [*home, least]
+            fitting = [row for row in open_rows if row.tokens + row.extra(*sample)[0] <= load.budget]
+            if not fitting:
                 batches.append(rows)
-                rows = [SketchRow() for _ in range(load.ranks)]
-                row = rows[0]
-            row.add(group, prompt, [completion])
+                rows = fitting = [SketchRow() for _ in range(load.ranks)]
+            fitting[0].add(*sample)
     return batches
 
 
-def greedy_row(rows, budget, sample, spill: bool):
-    """The row for a sample, None to close the micro-batch."""
-    home = [row for row in rows if sample[0] in row.groups]
-    for row in home:
-        if row.tokens + row.extra(*sample)[0] <= budget:
-            return row
-    least = min(rows, key=lambda row: row.pairs)
-    tokens, more = least.extra(*sample)
-    if least.tokens + tokens > budget:
-        return None
-    may = not home or least.tokens == 0 or spill and least.pairs + more <= max(row.pairs for row in rows)
-    return least if may else None
-
-
-def simple(load: Workload, groups) -> list[list[SketchRow]]:
-    batches, held, stream = [], {}, iter(enumerate(groups))  # held: group -> (prompt, completions)
-    while True:
-        while (
-            sum(prompt + sum(completions) for prompt, completions in held.values()) < load.budget * load.ranks
-        ):
-            if (entry := next(stream, None)) is None:
-                return batches
-            held[entry[0]] = entry[1]
-        pieces = [(g, p, c) for g, (p, all_of) in held.items() for c in first_fit(p, all_of, load.budget)]
-        alone = SketchRow()
-        work = [COST.token * tokens + COST.pair * more for tokens, more in (alone.extra(*x) for x in pieces)]
-        order = sorted(range(len(pieces)), key=lambda k: (k > 0, -work[k]))
-        rows = [SketchRow() for _ in range(load.ranks)]
-        rest = [pieces[k] for k in order if not put(rows, load.budget, pieces[k])]
-        singles = [(g, p, [n]) for g, p, c in sorted(rest) for n in sorted(c, reverse=True)]
-        held = {}
-        for g, p, c in singles:
-            if not put(rows, load.budget, (g, p, c)):
-                held.setdefault(g, (p, []))[1].extend(c)
-        batches.append(rows)
-
-
-def first_fit(prompt, completions, budget) -> list[list[int]]:
-    pieces = []
-    for n in sorted(completions, reverse=True):
-        room = [piece for piece in pieces if prompt + sum(piece) + n <= budget]
-        (room[0] if room else pieces.append([]) or pieces[-1]).append(n)
-    return pieces
-
-
-def put(rows, budget, piece) -> bool:
-    """Add a piece to the row that it leaves cheapest; False if it fits none."""
-    extra = [row.extra(*piece) for row in rows]
-    costs = [
-        row.cost() + COST.token * tokens + COST.pair * more if row.tokens + tokens <= budget else math.inf
-        for row, (tokens, more) in zip(rows, extra, strict=True)
-    ]
-    least = min(costs)
-    if least < math.inf:
-        rows[costs.index(least)].add(*piece)
-    return least < math.inf
-
-
-def planned(load: Workload, groups, seed: int, figures: dict) -> list[list[SketchRow]]:
-    """Our rows, measured with the same ruler; the planner's times and the longest wait go to `figures`."""
-    rng = np.random.default_rng(seed + 100)
-    planner, batches, added, emitted = Planner(load.ranks, load.budget, COST), [], {}, {}
+def planned(load: Workload, groups, seed: int) -> tuple[list[list[SketchRow]], int]:
+    """Our rows, measured with the same ruler, and the most micro-batches that a sample waited for its own."""
+    rng, planner = np.random.default_rng(seed + 100), Planner(load.ranks, load.budget, COST)
+    batches, added, waited = [], [], 0
     for group, (prompt, completions) in enumerate(groups):
         start = rng.integers(0, 150000, prompt)
-        samples = [make(np.append(start, rng.integers(0, 150000, n)), prompt, group) for n in completions]
-        begin = time.process_time()
-        for sample in samples:
-            planner.add(sample)
-        figures["add_ms"].append(1e3 * (time.process_time() - begin))
-        added |= {id(s): len(batches) for s in samples}
-        while True:
-            begin = time.process_time()
-            rows = planner.pop()
-            if rows is None:
-                break
-            figures["pop_ms"].append(1e3 * (time.process_time() - begin))
-            emitted |= {id(s): len(batches) for row in rows for s in row}
+        for n in completions:
+            planner.add(make(np.append(start, rng.integers(0, 150000, n)), prompt, group))
+        added.append(len(batches))
+        while (rows := planner.pop()) is not None:
+            waited = max(waited, *(len(batches) - added[s.group_id] for row in rows for s in row))
             batches.append([measured(row) for row in rows])
-            figures["kept"].extend(s for row in rows for s in row)  # ids stay unique while samples live
-    figures["waits"] = max(figures.get("waits", 0), max(emitted[i] - added[i] for i in emitted))
-    figures["kept"].clear()
-    return batches
+    return batches, waited
 
 
 def measured(samples) -> SketchRow:
     row = SketchRow()
     for s in samples:
         trained = int(np.count_nonzero(s.trained))
-        row.add(s.group_id, len(s) - trained, [trained])
+        row.add(s.group_id, len(s) - trained, trained)
     return row
 
 
@@ -314,24 +232,16 @@ def figures_of(load: Workload, batches) -> dict:
 def planner_table(quick: bool) -> list[dict]:
     table = []
     for load in WORKLOADS:
-        own = {"add_ms": [], "pop_ms": [], "kept": []}
-        results = {"greedy": [], "spill": [], "simple": [], "ours": []}
+        results, most = {"greedy": [], "ours": []}, 0
         for seed in range(1 if quick else 3):
             groups = lengths(load, seed)
-            results["greedy"].append(figures_of(load, greedy(load, groups, spill=False)))
-            results["spill"].append(figures_of(load, greedy(load, groups, spill=True)))
-            results["simple"].append(figures_of(load, simple(load, groups)))
-            results["ours"].append(figures_of(load, planned(load, groups, seed, own)))
-        simulated = dict(zip(results, SIMULATED[load.name], strict=False))
-        entry = {"workload": load.name, "simulated": simulated}
+            batches, waited = planned(load, groups, seed)
+            results["greedy"].append(figures_of(load, greedy(load, groups)))
+            results["ours"].append(figures_of(load, batches))
+            most = max(most, waited)
+        entry = {"workload": load.name, "most_micro_batches_waited": most}
         for planner, runs in results.items():
             entry[planner] = {name: float(np.mean([run[name] for run in runs])) for name in runs[0]}
-        entry["ours"] |= {
-            "pop_ms_median": float(np.median(own["pop_ms"])),
-            "pop_ms_max": float(max(own["pop_ms"])),
-            "add_ms_per_group": float(np.mean(own["add_ms"])),
-            "most_micro_batches_waited": own["waits"],
-        }
         table.append(entry)
     return table
 
@@ -373,20 +283,9 @@ def step_times(quick: bool) -> list[dict]:
             fill = np.mean([row.unique_tokens / 32768 for row in packed])
             counts = sum(row.sample_count for row in packed), sum(row.raw_tokens for row in packed)
             figures.append((*counts, fill, cost.max() / cost.mean()))
-        add, plan, packing = 1e3 * np.median(times[2:], axis=0)
-        count, raw, fill, imbalance = np.mean(figures[2:], axis=0).tolist()
-        table.append(
-            {
-                "case": name,
-                "samples": int(count),
-                "raw_tokens": int(raw),
-                "fill": fill,
-                "imbalance": imbalance,
-                "add_ms": add,
-                "plan_ms": plan,
-                "pack_ms": packing,
-            }
-        )
+        means = zip(("samples", "raw_tokens", "fill", "imbalance"), np.mean(figures[2:], axis=0), strict=True)
+        medians = zip(("add_ms", "plan_ms", "pack_ms"), 1e3 * np.median(times[2:], axis=0), strict=True)
+        table.append({"case": name} | {figure: float(value) for figure, value in (*means, *medians)})
     return table
 
 
@@ -437,42 +336,11 @@ def queue_times(quick: bool) -> list[dict]:
     return table
 
 
-def show(results: dict) -> None:
-    print("pack, one core                      raw tokens        ms   M tokens/s   dict trie   times")
-    for r in results["pack"]:
-        speed, trie = r["raw_tokens"] / r["ms"] / 1e3, r["raw_tokens"] / r["trie_ms"] / 1e3
-        figures = f"{r['raw_tokens']:11,} {r['ms']:9.2f} {speed:12.1f} {trie:11.2f} {speed / trie:7.0f}"
-        print(f"{r['case']:34} {figures}")
-    print("\nplanner: throughput (fill, imbalance), in brackets the simulation's")
-    for r in results["planner"]:
-        print(r["workload"])
-        for name in ("greedy", "spill", "simple", "ours"):
-            f, simulated = r[name], ", ".join(str(x) for x in r["simulated"].get(name, ()) if x)
-            figures = f"{f['throughput']:6.2f} ({f['fill']:.3f}, {f['imbalance']:.3f})"
-            print(f"    {name:7} {figures}" + (f"   [{simulated}]" if simulated else ""))
-        f = r["ours"]
-        print(
-            f"    pop {f['pop_ms_median']:.1f} ms (at most {f['pop_ms_max']:.1f}), add "
-            f"{f['add_ms_per_group']:.2f} ms a group, no sample waited more than "
-            f"{f['most_micro_batches_waited']} micro-batches"
-        )
-    print(
-        "\na step of 8 rows x 32k    samples  raw tokens    fill  imbalance   add ms  plan ms  pack ms    sum"
+def words(figures: dict) -> str:
+    shown = {name: f"{x:,.4g}" if isinstance(x, float) else x for name, x in figures.items()}
+    return ", ".join(
+        f"{name} ({words(x)})" if isinstance(x, dict) else f"{name} {x}" for name, x in shown.items()
     )
-    for r in results["step"]:
-        total = r["add_ms"] + r["plan_ms"] + r["pack_ms"]
-        print(
-            f"{r['case']:23} {r['samples']:9} {r['raw_tokens']:11,} {r['fill']:7.3f} {r['imbalance']:10.3f} "
-            f"{r['add_ms']:8.1f} {r['plan_ms']:8.1f} {r['pack_ms']:8.1f} {total:6.1f}"
-        )
-    print(
-        "\nqueue, 256k tokens, K = 8   bytes/token (as arrays)   bytes/sample   put to get ms   put to row ms"
-    )
-    for r in results["queue"]:
-        print(
-            f"{r['case']:27} {r['bytes_per_token']:11.1f} ({r['array_bytes_per_token']:.1f}) "
-            f"{r['bytes_per_sample']:18,.0f} {r['queue_ms']:15.1f} {r['put_to_pack_ms']:15.1f}"
-        )
 
 
 def main() -> None:
@@ -482,13 +350,10 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures there too")
     parser.add_argument("--quick", action="store_true", help="fewer repeats, one seed")
     args = parser.parse_args()
-    results = {
-        "pack": pack_table(args.quick),
-        "planner": planner_table(args.quick),
-        "step": step_times(args.quick),
-        "queue": queue_times(args.quick),
-    }
-    show(results)
+    results = {}
+    for measure in (pack_table, planner_table, step_times, queue_times):
+        results[measure.__name__] = measure(args.quick)
+        print(measure.__name__, *map(words, results[measure.__name__]), sep="\n    ", flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1))
 

@@ -4,8 +4,8 @@
      answers in vLLM's words,                             parse, reply, score           takes and forgets
      serialised beforehand
 
-Every answer is `--tokens` long and carries `--logprobs` alternatives a token, in the shape of a recorded
-answer of vLLM 0.32; the server sends it as soon as it has read the request, so the client is what limits.
+Every answer is `--tokens` long and carries `--logprobs` alternatives a token, as the tests' server shapes
+them; the server sends it as soon as it has read the request, so the client is what limits.
 Printed: tokens/s of wall time, the rollout process's share of a core, tokens per second of its
 processor time, bytes received per token, and how late the event loop ever was (its heart beats every 50 ms).
 """
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +29,9 @@ import numpy as np
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from fake_server import choice_of  # noqa: E402
+
 from options import Options  # noqa: E402
 from process import RolloutProcess  # noqa: E402
 from rollout import TICK_S, GroupMessage  # noqa: E402
@@ -56,40 +59,17 @@ def task():
 # ---- the canned server
 
 
-def completion(ids, tops, logps) -> dict:
-    names = [f"token_id:{i}" for i in ids]
-    return {
-        "index": 0,
-        "text": "and so on " * (len(ids) // 2),
-        "logprobs": {
-            "text_offset": list(range(0, 5 * len(ids), 5)),
-            "token_logprobs": [row[0] for row in logps],
-            "tokens": names,
-            "top_logprobs": [
-                {f"token_id:{i}": p for i, p in zip(top, row, strict=True)}
-                for top, row in zip(tops, logps, strict=True)
-            ],
-        },
-        "finish_reason": "length",
-        "stop_reason": None,
-        "token_ids": ids,
-        "prompt_logprobs": None,
-        "prompt_token_ids": [],
-    }
-
-
 def canned(length: int, logprobs: int) -> list[tuple[bytes, bytes]]:
     """Answers in two halves, between which the prompt belongs."""
-    rng, made = np.random.default_rng(0), []
-    width = max(logprobs, 1)
+    rng, made, shape = np.random.default_rng(0), [], (length, max(logprobs, 1))
     for _ in range(ANSWERS):
-        tops = rng.integers(1000, VOCABULARY, (length, width)).tolist()
-        ids = rng.integers(40, 240, length).tolist()
-        tops = [[i, *top[1:]] for i, top in zip(ids, tops, strict=True)]
-        logps = -np.sort(rng.exponential(3, (length, width)).astype(np.float32)).astype(float)
-        logps = logps.tolist()
-        body = {"id": "cmpl-1", "choices": [completion(ids, tops, logps)]}
-        head, _, tail = json.dumps(body, separators=(",", ":")).partition('"prompt_token_ids":[]')
+        ids, tops = rng.integers(40, 240, length), rng.integers(1000, VOCABULARY, shape)
+        tops[:, 0] = ids
+        logps = -np.sort(rng.exponential(3, shape).astype(np.float32)).astype(float)
+        entries = [dict(zip(*row, strict=True)) for row in zip(tops.tolist(), logps.tolist(), strict=True)]
+        choice = choice_of(ids.tolist(), entries, "length") | {"prompt_token_ids": []}
+        body = json.dumps({"id": "cmpl-1", "choices": [choice]}, separators=(",", ":"))
+        head, _, tail = body.partition('"prompt_token_ids":[]')
         made.append((f'{head}"prompt_token_ids":'.encode(), tail.encode()))
     return made
 
@@ -140,22 +120,18 @@ def serve_canned(connection, length: int, logprobs: int) -> None:
     asyncio.run(main())
 
 
-class CannedServer:
-    """The canned server, in a process of its own."""
-
-    def __init__(self, length: int, logprobs: int):
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        self.process = context.Process(target=serve_canned, args=(theirs, length, logprobs), daemon=True)
-        self.process.start()
-        self.url = f"http://127.0.0.1:{ours.recv()}"
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.kill()
-        self.process.join()
+@contextmanager
+def canned_server(length: int, logprobs: int):
+    """URL and process of the canned server."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve_canned, args=(theirs, length, logprobs), daemon=True)
+    process.start()
+    try:
+        yield f"http://127.0.0.1:{ours.recv()}", psutil.Process(process.pid)
+    finally:
+        process.kill()
+        process.join()
 
 
 # ---- the measurement
@@ -207,17 +183,17 @@ def watch_heart(link, late: list, over: threading.Event) -> None:
 
 def measure(arguments) -> dict:
     with (
-        CannedServer(arguments.tokens, arguments.logprobs) as server,
+        canned_server(arguments.tokens, arguments.logprobs) as (url, served),
         tempfile.TemporaryDirectory() as directory,
     ):
         model = model_of_many_tokens(Path(directory))
-        process = RolloutProcess(options_for(server.url, model, arguments.in_flight, arguments.logprobs))
+        process = RolloutProcess(options_for(url, model, arguments.in_flight, arguments.logprobs))
         process.start(0, set(), 1)
         process.publish(1, 2**60)
         late, over = [0.0], threading.Event()
         try:
             take(process, 2 * arguments.in_flight)  # everything is warm, and the pipeline full
-            child, served = psutil.Process(process._process.pid), psutil.Process(server.process.pid)
+            child = psutil.Process(process._process.pid)
             started, used, busy = time.monotonic(), cpu(child), cpu(served)
             threading.Thread(target=watch_heart, args=(process._link, late, over), daemon=True).start()
             tokens = take(process, arguments.rollouts)
