@@ -4,7 +4,7 @@
                                                      |
          rollouts.publish(version, allowance) <------+  how far generation may run ahead, in raw tokens
 
-A micro-batch is planned and packed while the device is busy with the one before (`packets_ahead`), for the
+A micro-batch is planned and packed while the device is busy with the one before (`take_ahead`), for the
 version it will be trained at, and counts as used when its own turn comes (`begin`).
 
 The allowance is cumulative: tokens used up (trained or dropped) plus max(max_staleness, 1) x the tokens of
@@ -24,7 +24,7 @@ import math
 import queue
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -54,6 +54,21 @@ class Batch:
     teachers: list[str | None]  # of the row's samples
 
 
+@dataclass
+class OpenStep:
+    """What the step that is being made has taken so far."""
+
+    tokens: int = 0  # raw
+    forwarded: int = 0  # unique tokens
+    trained: int = 0  # tokens
+    samples: int = 0
+    cost: float = 0.0  # FLOPs
+    prompts: set[int] = field(default_factory=set)
+    held_s: float = 0.0  # that the allowance held generation back
+    growth: int = 0  # of the allowance, while both sides would wait
+    flushed: bool = False
+
+
 class Feed:
     """See the module. `rollouts` is any producer with queue, check, publish, held and status."""
 
@@ -61,10 +76,7 @@ class Feed:
         self.rollouts = rollouts
         self.planner = planner
         self.peak_flops = peak_flops  # of all ranks together
-        self.progress = progress  # prompts done, for checkpoints: moves when a step closes
-        self.settled = Progress(
-            progress.position, progress.beyond
-        )  # trained or dropped, the open step included
+        self.progress = progress  # prompts trained or dropped, for checkpoints: those of closed steps
         self.max_staleness = options.max_staleness
         self.overlap = options.overlap
         self.max_steps = options.max_steps
@@ -82,16 +94,15 @@ class Feed:
         self.accumulation = options.gradient_accumulation_steps
         full = planner.token_budget if planner.token_budget < math.inf else 1  # see `receive`
         self.step_tokens = planner.ranks * full * self.accumulation  # of the last step
-        self.generated = Counter()  # the ledger, in samples and in tokens
-        self.trained = Counter()
-        self.dropped = Counter()
-        self.forwarded_tokens = 0  # unique tokens since the start, a resumed run's earlier ones included
+        self.generated = self.trained = 0  # samples: the ledger
+        self.dropped = Counter()  # by reason
+        self.forwarded_tokens = progress.tokens  # unique tokens since the start
         self.last_plan: list[list[Sample]] = []
         self.planned = None  # (samples per rank, rows) handed to the ranks; training on them has not begun
         self.notice = Notice()
         self.last_group = time.monotonic()
         self.last_growth = 0.0
-        self.open()
+        self.step = OpenStep()
 
     def check(self) -> None:
         """Raise what ends the run while the queue is empty: a dead producer, or what `on_wait` finds."""
@@ -99,14 +110,13 @@ class Feed:
         for look in self.on_wait:
             look()
 
-    def publish(self, again=(), servers=None) -> None:
+    def publish(self, servers=None) -> None:
         limit = max(self.max_staleness, 1) * self.step_tokens
         if not self.overlap:  # one step, counted from where the open one began
-            limit = self.step_tokens - self.open_tokens
-        self.again += again
+            limit = self.step_tokens - self.step.tokens
         ready = self.again if self.served == self.version else []
         self.again = [] if ready else self.again
-        self.rollouts.publish(self.served, self.used_tokens + limit + self.growth, ready, servers)
+        self.rollouts.publish(self.served, self.used_tokens + limit + self.step.growth, ready, servers)
 
     def take(self, patience: float):
         """Samples of a micro-batch, a list per rank; or None when no prompts are left, WAITING after
@@ -119,7 +129,7 @@ class Feed:
             if word := self.leaving():
                 return word
             at_rest = self.rollouts.held and self.rollouts.queue.empty()
-            ready = self.overlap or self.open_tokens or at_rest
+            ready = self.overlap or self.step.tokens or at_rest
             if ready and (batch := self.planner.pop()) is not None:
                 return batch
             if self.ended():
@@ -133,7 +143,7 @@ class Feed:
             if not received and self.rollouts.held:
                 self.grow(now)
             elif not received and starved and self.planner.held_tokens:
-                self.flushed = True
+                self.step.flushed = True
                 return self.planner.flush()
             if now - started > patience:
                 return WAITING
@@ -156,7 +166,7 @@ class Feed:
         if isinstance(message, DeathMessage):
             raise RolloutError(f"the rollout process died:\n{message.traceback}")
         if isinstance(message, MetricsMessage):
-            self.held_seconds += sum(message.values.pop("rollout/backpressure_s", []))
+            self.step.held_s += sum(message.values.pop("rollout/backpressure_s", []))
             self.evaluated = max([self.evaluated, *message.values.get("eval/version", [])])
             self.window.update(message.values)
         elif isinstance(message, EndMessage):
@@ -182,15 +192,15 @@ class Feed:
     def receive(self, message: GroupMessage) -> None:
         """One group: hand its samples to the planner, or note why there are none."""
         self.dataset_size = message.dataset_size
-        self.generated.update(message.generated)
+        samples = message.generated.get("samples", 0)
+        self.generated += samples
         if message.dropped is not None:
-            samples = message.generated.get("samples", 0)
             self.dropped[message.dropped] += samples
             if message.dropped == TOO_OLD:
                 self.window.add("sample/dropped_stale_count", samples)
-                self.publish(again=[message.group_id])
+                self.sample_again(message.group_id)
             else:
-                self.finish(message.group_id)
+                self.progress.done(message.group_id)
             return
         fresh = [s for s in message.samples if self.version - s.version <= self.max_staleness]
         stale = [s for s in message.samples if self.version - s.version > self.max_staleness]
@@ -200,18 +210,17 @@ class Feed:
         self.window.add("batch/dropped_oversize_count", len(oversize))
         self.drop(oversize, "longer than the token budget")
         if stale and not fresh:  # nothing of it will be trained: its prompt is sampled again
-            self.publish(again=[message.group_id])
+            self.sample_again(message.group_id)
         elif len(oversize) == len(fresh):
-            self.finish(message.group_id)
+            self.progress.done(message.group_id)
         if self.planner.batch_samples and not self.trained:  # a first guess at what a step takes
-            lengths = [len(s) for s in fresh] or [1]
-            mean = sum(lengths) // len(lengths)
+            mean = sum(map(len, fresh)) // max(len(fresh), 1)
             self.step_tokens = max(self.step_tokens, self.planner.batch_samples * self.accumulation * mean)
             self.publish()
 
-    def finish(self, group_id: int) -> None:
-        self.settled.done(group_id)
-        self.progress.done(group_id)
+    def sample_again(self, *prompts: int) -> None:
+        self.again += prompts
+        self.publish()
 
     def drop(self, samples: list[Sample], reason: str) -> None:
         if samples:
@@ -222,32 +231,32 @@ class Feed:
     def grow(self, now: float) -> None:
         if now - self.last_growth > GROW_EVERY_S:
             self.last_growth = now
-            self.growth += max(self.step_tokens // 4, 1)
+            self.step.growth += max(self.step_tokens // 4, 1)
             self.publish()
 
     def ended(self) -> bool:
-        """Is every prompt of the run settled, or held by the planner?"""
+        """Is every prompt of the run trained, dropped, or held by the planner?"""
         if self.dataset_size is None or self.epochs == math.inf:
             return False
-        held = sum(not self.settled.includes(group) for group in self.planner.held_groups())
-        return self.settled.count + held >= self.epochs * self.dataset_size
+        held = self.planner.held_groups() | self.step.prompts
+        held = sum(not self.progress.includes(prompt) for prompt in held)
+        return self.progress.count + held >= self.epochs * self.dataset_size
 
     def start_version(self, version: int, servers: list[str] | None = None) -> None:
         """Servers (None = all) have new weights."""
         self.served = self.version = version
         self.publish(servers=servers)
         self.expect(version)
-        self.publish()
 
     def expect(self, version: int) -> None:
         """What is planned from now on is trained at `version`: what the planner holds may be too old then."""
         self.version = version
         stale = self.planner.evict(lambda s: version - s.version > self.max_staleness)
         self.window.add("sample/dropped_stale_count", len(stale))
+        left = self.planner.held_groups() | self.step.prompts | {s.group_id for s in self.planned_samples()}
+        lost = {s.group_id for s in stale} - left
+        self.again += sorted(prompt for prompt in lost if not self.progress.includes(prompt))
         self.drop(stale, TOO_OLD)
-        held = self.planner.held_groups() | {s.group_id for s in self.planned_samples()}
-        lost = {s.group_id for s in stale if s.group_id not in held and not self.settled.includes(s.group_id)}
-        self.again += sorted(lost)
 
     def losses(self) -> str:
         """What was dropped, for whoever wonders why nothing is trained."""
@@ -256,15 +265,12 @@ class Feed:
             reasons += ": the task is too easy, too hard, or gives no partial credit"
         return f"; samples dropped so far: {reasons}" if reasons else ""
 
-    def packets(self, patience: float) -> list:
-        """What each rank gets: its Batch, or the same word: None, WAITING, LEAVING, PREEMPTED."""
-        return self.packed(self.take(patience))
+    def packets(self, patience: float, ahead_for: int | None = None) -> list:
+        """What each rank gets: its Batch, or the same word: None, WAITING, LEAVING, PREEMPTED.
 
-    def packets_ahead(self, version: int) -> list:
-        """`packets` of the micro-batch after this one, trained at `version`, without waiting."""
-        return self.packed(self.take_ahead(version))
-
-    def packed(self, plan) -> list:
+        `ahead_for`: the version that the micro-batch after this one is trained at; nothing is waited for.
+        """
+        plan = self.take(patience) if ahead_for is None else self.take_ahead(ahead_for)
         if not isinstance(plan, list):
             return [plan] * self.planner.ranks
         rows = [pack(samples, self.planner.share) for samples in plan]
@@ -294,83 +300,74 @@ class Feed:
         samples = [s for row in plan for s in row if s.trained.any()]  # a spare rank's copies train nothing
         lengths = [len(s) for s in samples]
         trained = [int(s.trained.sum()) for s in samples]
-        staleness = [self.version - s.version for s in samples]
         self.last_plan = plan
         self.used_tokens += sum(lengths)
-        self.open_tokens += sum(lengths)
-        self.open_samples += len(samples)
-        self.open_trained += sum(trained)
-        self.open_prompts.update(s.group_id for s in samples)
-        for prompt in self.open_prompts:
-            self.settled.done(prompt)
-        window = self.window
+        self.step.tokens += sum(lengths)
+        self.step.samples += len(samples)
+        self.step.trained += sum(trained)
+        self.step.prompts.update(s.group_id for s in samples)
         for teacher in {*self.teachers, *(s.teacher_id for s in samples)} - {None}:
             its = sum(count for s, count in zip(samples, trained, strict=True) if s.teacher_id == teacher)
-            window.add(f"teacher_tokens_frac/{teacher}", (its, sum(trained)))
-        for name in ("sample/forwarded_tokens_mean", "sample/forwarded_tokens_max"):
-            window.add(name, lengths)
-        window.add("sample/trained_tokens_mean", trained)
-        window.add("sample/time_in_queue_s", [now - s.enqueued_at for s in samples])
-        for name in ("sample/staleness_mean", "sample/staleness_max"):
-            window.add(name, staleness)
-        versions = np.concatenate([*map(token_versions, samples), []])
-        for name in ("sample/token_staleness_mean", "sample/token_staleness_max"):
-            window.add(name, self.version - versions)
+            self.window.add(f"teacher_tokens_frac/{teacher}", (its, sum(trained)))
+        spread = {
+            "forwarded_tokens": lengths,
+            "staleness": [self.version - s.version for s in samples],
+            "token_staleness": self.version - np.concatenate([*map(token_versions, samples), []]),
+        }
+        for name, values in spread.items():
+            self.window.update({f"sample/{name}_mean": values, f"sample/{name}_max": values})
+        self.window.add("sample/trained_tokens_mean", trained)
+        self.window.add("sample/time_in_queue_s", [now - s.enqueued_at for s in samples])
         for sample in samples:
-            window.update({name: [value] for name, value in sample.metrics.items()})
+            self.window.update({name: [value] for name, value in sample.metrics.items()})
         self.publish()
 
     def measure_rows(self, rows: list[Row]) -> None:
         unique = [row.unique_tokens for row in rows]
         costs = [self.planner.cost.row(row) for row in rows]
-        self.open_forwarded += sum(unique)
-        self.open_cost += sum(costs)
-        window = self.window
-        scored = [np.count_nonzero(np.diff(row.position)) + min(row.terms, 1) for row in rows]  # positions
-        silent = sum(unique) - sum(scored)  # tokens in no loss term
-        window.add("batch/masked_token_frac", (silent, sum(unique)))
-        window.add("batch/samples_per_row", [row.sample_count for row in rows])
-        window.add("batch/row_tokens_mean", unique)
-        window.add("batch/row_tokens_max", unique)
+        self.step.forwarded += sum(unique)
+        self.step.cost += sum(costs)
+        scored = sum(np.count_nonzero(np.diff(row.position)) + min(row.terms, 1) for row in rows)
+        self.window.update(
+            {
+                "batch/masked_token_frac": (sum(unique) - scored, sum(unique)),  # tokens in no loss term
+                "batch/samples_per_row": [row.sample_count for row in rows],
+                "batch/row_tokens_mean": unique,
+                "batch/row_tokens_max": unique,
+                "batch/row_imbalance": max(costs) * len(costs) / sum(costs),
+                "batch/packing_ratio": (sum(row.raw_tokens for row in rows), sum(unique)),
+            }
+        )
         if self.planner.token_budget < math.inf:
             used = sum(max(row.unique_tokens, row.terms) for row in rows)  # the budget bounds both
-            window.add("batch/row_fill_frac", (used, self.planner.token_budget * len(rows)))
-        window.add("batch/row_imbalance", max(costs) * len(costs) / sum(costs))
-        window.add("batch/packing_ratio", (sum(row.raw_tokens for row in rows), sum(unique)))
+            self.window.add("batch/row_fill_frac", (used, self.planner.token_budget * len(rows)))
 
     def close_step(self, seconds: dict[str, float], microbatches: int) -> None:
         """An optimizer step was made of what was used since the last one; it took `seconds`, by phase."""
-        for prompt in self.open_prompts:
+        done, self.step = self.step, OpenStep()
+        for prompt in done.prompts:
             self.progress.done(prompt)
-        trained = self.open_trained
-        self.trained.update(samples=self.open_samples, tokens=trained)
-        window = self.window
-        window.add("batch/forwarded_tokens_per_step", self.open_forwarded)
-        window.add("batch/trained_tokens_per_step", trained)
-        window.add("batch/samples_per_step", self.open_samples)
-        window.add("batch/groups_per_step", len(self.open_prompts))
-        window.add("batch/microbatches_per_step", microbatches)
-        window.add("rollout/backpressure_s", self.held_seconds)
+        self.trained += done.samples
+        self.forwarded_tokens += done.forwarded
+        self.step_tokens = max(self.step_tokens, done.tokens) if done.flushed else done.tokens
         fwd_bwd, step = seconds["perf/fwd_bwd_s"], seconds["perf/step_s"]
-        window.add("perf/fwd_bwd_forwarded_tokens_per_s", (self.open_forwarded, fwd_bwd))
-        window.add("perf/wall_clock_forwarded_tokens_per_s", (self.open_forwarded, step))
-        window.add("perf/wall_clock_trained_tokens_per_s", (trained, step))
-        window.add("perf/fwd_bwd_mfu", (self.open_cost, fwd_bwd * self.peak_flops))
-        window.add("perf/wall_clock_mfu", (self.open_cost, step * self.peak_flops))
-        self.forwarded_tokens += self.open_forwarded
-        self.step_tokens = max(self.step_tokens, self.open_tokens) if self.flushed else self.open_tokens
-        self.open()
+        self.window.update(
+            {
+                "batch/forwarded_tokens_per_step": done.forwarded,
+                "batch/trained_tokens_per_step": done.trained,
+                "batch/samples_per_step": done.samples,
+                "batch/groups_per_step": len(done.prompts),
+                "batch/microbatches_per_step": microbatches,
+                "rollout/backpressure_s": done.held_s,
+                "perf/fwd_bwd_forwarded_tokens_per_s": (done.forwarded, fwd_bwd),
+                "perf/wall_clock_forwarded_tokens_per_s": (done.forwarded, step),
+                "perf/wall_clock_trained_tokens_per_s": (done.trained, step),
+                "perf/fwd_bwd_mfu": (done.cost, fwd_bwd * self.peak_flops),
+                "perf/wall_clock_mfu": (done.cost, step * self.peak_flops),
+            }
+        )
         if not self.overlap:
             self.publish()
-
-    def open(self) -> None:
-        """Start counting a step."""
-        self.open_tokens = self.open_samples = self.open_forwarded = self.open_trained = 0
-        self.open_cost = 0.0
-        self.held_seconds = 0.0  # that the allowance held generation back
-        self.open_prompts: set[int] = set()
-        self.growth = 0
-        self.flushed = False
 
     def take_window(self) -> Window:
         window, self.window = self.window, Window()
@@ -390,14 +387,12 @@ class Feed:
         while not self.rollouts.queue.empty():
             message = self.rollouts.queue.get_nowait()
             if isinstance(message, GroupMessage):
-                self.generated.update(message.generated)
                 queued += message.generated.get("samples", 0)
-        dropped = sum(self.dropped.values())
-        held = self.open_samples + len(self.planned_samples()) + self.planner.held_samples + queued
+        held = self.step.samples + len(self.planned_samples()) + self.planner.held_samples + queued
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items()) or "none"
         return (
-            f"samples: {self.generated['samples']} generated = {self.trained['samples']} trained + "
-            f"{dropped} dropped ({reasons}) + {held} in flight"
+            f"samples: {self.generated + queued} generated = {self.trained} trained + "
+            f"{self.dropped.total()} dropped ({reasons}) + {held} in flight"
         )
 
 

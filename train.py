@@ -245,9 +245,7 @@ def next_batch(feed: Feed | None, ranks: Ranks, ahead_for: int | None = None):
     PATIENCE_S, so that no collective times out. With `ahead_for`, the version of the weights that it will be
     trained at, it never waits: the device is busy with the micro-batch before.
     """
-    packets = [None]
-    if feed:
-        packets = feed.packets(PATIENCE_S) if ahead_for is None else feed.packets_ahead(ahead_for)
+    packets = feed.packets(PATIENCE_S, ahead_for) if feed else [None]
     received = [None]
     dist.scatter_object_list(received, packets, src=0, group=ranks.control)
     batch = received[0]
@@ -539,7 +537,6 @@ def make_feed(
     device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
     peak = ranks.size * peak_flops(device) if cost.known else math.nan
     feed = Feed(rollouts, planner, progress, options, peak)
-    feed.forwarded_tokens = progress.tokens
     feed.leaving = ranks.leaving.word
     if embedded:
         feed.on_wait.append(lambda: check_embedded(embedded))

@@ -540,8 +540,8 @@ def test_weights_optimizer_schedule_and_random_state_go_on_as_if_never_stopped(t
 
 def test_a_run_whose_queue_holds_rows_waits_for_the_first_one_only(tmp_path, monkeypatch, alone):
     """Every other micro-batch has been planned, packed and uploaded before the one it follows has ended."""
-    waits, packets = [], Feed.packets
-    monkeypatch.setattr(Feed, "packets", lambda *arguments: waits.append(1) or packets(*arguments))
+    waits, take = [], Feed.take
+    monkeypatch.setattr(Feed, "take", lambda *arguments: waits.append(1) or take(*arguments))
     options = Options(
         model="tiny",
         bf16=False,

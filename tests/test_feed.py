@@ -341,7 +341,7 @@ def test_spare_ranks_train_nothing_and_are_not_counted():
     assert all(packet.row.unique_tokens > 0 for packet in packets)
     assert len({packet.trained_tokens for packet in packets}) == 1
     close(feed)
-    assert feed.trained["samples"] == 1
+    assert feed.trained == 1
 
 
 def test_metrics_of_the_producer_reach_the_window():
@@ -358,23 +358,23 @@ def test_what_is_taken_ahead_counts_when_its_own_turn_comes():
     feed.packets(5.0)
     feed.begin()
     used = feed.used_tokens
-    ahead = feed.packets_ahead(version=1)
+    ahead = feed.packets(5.0, ahead_for=1)
     assert ahead[0].row.terms > 0 and feed.used_tokens == used
     close(feed)
-    first = feed.trained["samples"]
+    first = feed.trained
     numbers = [int(n) for n in re.findall(r"(\d+) (?:generated|trained|dropped|in flight)", feed.ledger())]
     assert numbers[0] == sum(numbers[1:]) and numbers[1] == first
     feed.start_version(1)
     feed.begin()
     close(feed)
-    assert feed.used_tokens > used and feed.trained["samples"] > first
+    assert feed.used_tokens > used and feed.trained > first
     assert feed.window.values()["sample/staleness_max"] == 1
 
 
 def test_nothing_is_waited_for_ahead():
     feed = feed_of(Producer(group(0, size=9)), budget=1000)
     started = time.monotonic()
-    assert feed.packets_ahead(version=0) == [WAITING]
+    assert feed.packets(5.0, ahead_for=0) == [WAITING]
     assert time.monotonic() - started < 0.1 and feed.planner.held_samples == 2
 
 
@@ -383,7 +383,7 @@ def test_age_is_that_of_the_update_a_sample_is_trained_at():
     sampled again only by servers that have the update."""
     producer = Producer(group(0, size=9), group(1, size=9))
     feed = feed_of(producer, max_staleness=0)
-    assert feed.packets_ahead(version=1) == [WAITING]
+    assert feed.packets(5.0, ahead_for=1) == [WAITING]
     assert feed.dropped == {"too old": 4} and producer.again == []
     assert all(version == 0 for version, _ in producer.published)
     feed.start_version(1)

@@ -17,11 +17,11 @@ from feed import Feed  # noqa: E402
 class RecordedFeed(Feed):
     out = Path()
     stop_in = 0
-    step: list | None = None
+    taken: list | None = None
     closed = 0
 
     def use(self, plan):
-        self.step = (self.step or []) + [
+        self.taken = (self.taken or []) + [
             (s.group_id, s.row_index, s.rollout_id) for row in plan for s in row if s.trained.any()
         ]
         return super().use(plan)
@@ -32,8 +32,8 @@ class RecordedFeed(Feed):
             raise RuntimeError("stopped by the test")
         super().close_step(seconds, microbatches)
         with self.out.open("a") as file:
-            file.write(json.dumps(self.step) + "\n")
-        self.step = None
+            file.write(json.dumps(self.taken) + "\n")
+        self.taken = None
 
 
 if __name__ == "__main__":
