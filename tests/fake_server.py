@@ -90,9 +90,7 @@ class FakeServer:
         self.weight_versions: list[dict] | None = None
         self.adapters: dict[str, str] | None = None  # loaded ones and their folders; None = no such routes
         self.load = {"usage": 0.1, "running": 0, "waiting": 0, "preemptions": 0, "capacity": 64000}
-        self.replies: dict[
-            str, tuple[int, object]
-        ] = {}  # path -> (status, json or text) instead of the usual
+        self.replies: dict = {}  # path -> (status, json or text) instead of the usual
         self.max_model_len = 1000
         self.paused = False
         self.dead = False

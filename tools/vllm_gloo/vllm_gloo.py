@@ -76,21 +76,21 @@ class GlooEngine(base.WeightTransferEngine):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         if self.group is None:
             raise RuntimeError("gloo weight transfer not initialized. Call init_transfer_engine() first.")
-        problem, chunk, size = None, [], 0
+        problem, chunk, sizes = None, [], []
         last = len(update_info.names) - 1
         parameters = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         for number, (name, dtype_name, shape) in enumerate(parameters):
             dtype = getattr(torch, dtype_name)
             chunk.append((name, dtype, shape))
-            size += math.prod(shape) * dtype.itemsize
-            if size > self.buffer_bytes or number == last:
-                data = self.receive(size)
+            sizes.append(math.prod(shape) * dtype.itemsize)
+            if sum(sizes) > self.buffer_bytes or number == last:
+                parts = zip(chunk, self.receive(sum(sizes)).split(sizes), strict=True)
                 try:
                     if problem is None:
-                        self.load(chunk, data)
+                        self.model.load_weights([(n, part.view(d).view(s)) for (n, d, s), part in parts])
                 except Exception as error:
                     problem = error
-                chunk, size = [], 0
+                chunk, sizes = [], []
         if problem is not None:
             raise problem
 
@@ -104,13 +104,6 @@ class GlooEngine(base.WeightTransferEngine):
             self.shutdown()  # this end no longer knows where in the stream the trainer is
             raise
         return data.to(self.device)
-
-    def load(self, chunk: list, data: torch.Tensor) -> None:
-        sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in chunk]
-        parts = zip(chunk, data.split(sizes), strict=True)
-        self.model.load_weights(
-            [(name, part.view(dtype).view(shape)) for (name, dtype, shape), part in parts]
-        )
 
     def finish_weight_update(self) -> None:
         reload.finalize_layerwise_reload(self.model, self.model_config)
