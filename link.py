@@ -24,7 +24,6 @@ from urllib.parse import urlparse
 
 import torch
 
-import nccl
 import stream
 from client import Notice, ServerError
 from stream import GlooGroup, host_store, local_address
@@ -72,7 +71,7 @@ class Link:
         packing = {"packed": True, "packed_buffer_size_bytes": stream.BUFFER_BYTES}
         self.packing = packing if backend == "nccl" and release < PACKED_AT_INIT else {}
         info = {"rank_offset": 1, "world_size": size} | ({} if self.packing else packing)
-        made = nccl.unique_id() if backend == "nccl" else None
+        made = stream.nccl_id() if backend == "nccl" else None
         store = None
         if backend == "nccl" and release >= UNIQUE_ID:
             info["nccl_unique_id_b64"] = base64.b64encode(made).decode()
@@ -124,8 +123,8 @@ class Link:
             patience = self.timeout_s + LAST_WORDS_S  # whoever waits gives up first, and says what on
             return GlooGroup(info["master_address"], info["master_port"], 0, size, patience, store)
         if store is not None:
-            nccl.publish(store, made)
-        return nccl.NcclGroup(made, 0, size, self.device)
+            stream.publish_nccl_id(store, made)
+        return stream.NcclGroup(made, 0, size, self.device)
 
     def close(self) -> None:
         """Leave the group; a broadcast that is stuck in NCCL ends."""
@@ -224,7 +223,7 @@ def alive(server) -> bool:
 
 def nccl_differences(system: dict) -> list[str]:
     """What the server's `system_env` tells of NCCL that is otherwise here, a line each."""
-    lines, ours, told = [], nccl.version(), system.get("env_vars") or ""
+    lines, ours, told = [], stream.nccl_version(), system.get("env_vars") or ""
     theirs = re.search(r"nvidia-nccl-cu\d+==(\d+)\.(\d+)", system.get("pip_packages") or "")
     if theirs and (int(theirs[1]), int(theirs[2])) != ours[:2]:
         both = f"NCCL {theirs[1]}.{theirs[2]}, this trainer {ours[0]}.{ours[1]}"

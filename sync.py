@@ -7,7 +7,7 @@ place.
 
 The routes and the byte stream are vLLM's (0.26 and later, or serve.py). The stream is a pure function of
 (names, dtypes, shapes, buffer size), so it carries no headers: both ends cut it with `packed_chunks`. What
-differs between servers is the communicator: NCCL between GPUs (nccl.py), gloo between CPUs and wherever
+differs between servers is the communicator: NCCL between GPUs, gloo between CPUs and wherever
 trainer and server share a GPU, which NCCL refuses. At most two chunks exist at a time, of 256 MiB and a
 tensor each; the first two are made before anything is paused.
 

@@ -23,8 +23,7 @@ import torch
 sys.path = [str(Path(__file__).resolve().parents[1]), *sys.path[1:]]  # this script has the module's name
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config  # noqa: E402
 
-import nccl  # noqa: E402
-from stream import GlooGroup  # noqa: E402
+from stream import GlooGroup, NcclGroup  # noqa: E402
 from sync import WeightSync  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,7 +58,7 @@ def receive(pipe, device: str) -> None:
         if isinstance(told, dict):
             size = told["world_size"]
             if "nccl_id" in told:
-                group = nccl.NcclGroup(told["nccl_id"], 1, size, torch.device(device))
+                group = NcclGroup(told["nccl_id"], 1, size, torch.device(device))
             else:
                 group = GlooGroup(told["master_address"], told["master_port"], 1, size, 300)
         else:

@@ -8,7 +8,7 @@ import torch
 from stand_in import GPU, FakeNccl, StandIn, connected, holds, toy, update
 
 import link as links
-import nccl
+import stream
 from client import ServerError
 from link import SyncError
 
@@ -18,9 +18,9 @@ from link import SyncError
 @pytest.fixture
 def fake_nccl(monkeypatch):
     ids = iter(bytes([number]) * 128 for number in range(1, 100))
-    monkeypatch.setattr(nccl, "NcclGroup", FakeNccl)
-    monkeypatch.setattr(nccl, "unique_id", lambda: next(ids))
-    monkeypatch.setattr(nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(stream, "NcclGroup", FakeNccl)
+    monkeypatch.setattr(stream, "nccl_id", lambda: next(ids))
+    monkeypatch.setattr(stream, "nccl_version", lambda: (2, 28, 9))
     FakeNccl.rooms.clear()
 
 
@@ -76,11 +76,11 @@ def test_servers_of_different_dtypes_are_refused():
 
 def test_two_ranks_on_one_gpu_are_explained(fake_nccl, monkeypatch):
     def refuse(*_):
-        raise nccl.NcclError(
+        raise stream.NcclError(
             "NCCL: invalid usage: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1a"
         )
 
-    monkeypatch.setattr(nccl, "NcclGroup", refuse)
+    monkeypatch.setattr(stream, "NcclGroup", refuse)
     server = StandIn(backend="nccl")
     server.init_weight_transfer = lambda info: time.sleep(30)
     monkeypatch.setattr(links, "LAST_WORDS_S", 0.1)
