@@ -37,6 +37,18 @@ class Turn:
     topk: list[dict] | tuple | None = None
     versions: np.ndarray | None = None  # version that made each token; None = the group's
 
+    def __post_init__(self):
+        """Lists become arrays."""
+        if isinstance(self.candidate_ids, list):
+            values = np.fromiter(itertools.chain.from_iterable(self.candidate_ids), dtype=np.int32)
+            self.candidate_ids = values, np.cumsum([0, *map(len, self.candidate_ids)])
+        if isinstance(self.topk, list):
+            ranked = [sorted(entries.items(), key=lambda entry: -entry[1]) for entries in self.topk]
+            width = max(map(len, ranked), default=0)
+            table = [entries + [(-1, -np.inf)] * (width - len(entries)) for entries in ranked]
+            table = np.array(table).reshape(-1, width, 2)
+            self.topk = table[..., 0], table[..., 1]
+
 
 @dataclass
 class Rollout:
@@ -83,88 +95,49 @@ def samples_of(
 
 def sample_of(run, rollout_id: int, group_id: int, row_index: int, version: int) -> Sample:
     """One run of (context ids, turn) as a sample of L tokens."""
-    length = sum(len(context) + len(turn.output_ids) for context, turn in run)
-    input_ids = np.empty(length, dtype=np.int32)
-    trained = np.zeros(length, dtype=bool)
-    logp = np.zeros(length, dtype=np.float32)
-    versions = np.full(length, version, dtype=np.int32)
-    pieces = []  # (slice of the output, turn)
-    start, oldest = 0, np.iinfo(np.int32).max
-    for context, turn in run:
+
+    def column(of, fill, dtype, *width) -> np.ndarray:  # [L, *width]
+        """What `of` says of the tokens of each turn; `fill` for context, and where it says nothing."""
+        parts = []
+        for context, turn in run:
+            part = np.full((len(context) + len(turn.output_ids), *width), fill, dtype)
+            if (values := of(turn)) is not None:
+                rows = np.shape(values)  # a top list may be narrower than another turn's
+                part[len(context) :][tuple(map(slice, rows))] = values
+            parts.append(part)
+        return np.concatenate(parts)
+
+    for _, turn in run:
         made, scored = len(turn.output_ids), len(turn.output_logp)
         if made != scored:
             raise RolloutError(f"rollout {rollout_id}: {made} tokens but {scored} log-probabilities")
-        out = slice(start + len(context), start + len(context) + made)
-        input_ids[start : out.stop] = context + list(turn.output_ids)
-        trained[out] = True if turn.output_mask is None else np.asarray(turn.output_mask, dtype=bool)
-        logp[out] = turn.output_logp
-        if turn.versions is not None:
-            versions[out] = turn.versions
-        oldest = versions[out].min(initial=oldest)
-        pieces.append((out, turn))
-        start = out.stop
+    made = column(lambda turn: True, False, bool)
+    trained = column(lambda turn: True if turn.output_mask is None else turn.output_mask, False, bool)
     trained[:1] = False  # nothing predicts the first token
-    topk_ids, topk_logp = topk_table(pieces, length)
+    versions = column(lambda turn: turn.versions, version, np.int32)
+    candidates = [np.asarray(turn.candidate_ids[0], np.int32) for _, turn in run if turn.candidate_ids]
+    sizes = column(lambda turn: turn.candidate_ids and np.diff(turn.candidate_ids[1]), 0, np.int64)
+    widths = [turn.topk[0].shape[1] for _, turn in run if turn.topk]
+
+    def listed(part: int, fill, dtype) -> np.ndarray | None:  # [L, K]
+        return (
+            column(lambda turn: turn.topk and turn.topk[part], fill, dtype, max(widths)) if widths else None
+        )
+
     return Sample(
-        input_ids=input_ids,
+        input_ids=np.concatenate([[*context, *turn.output_ids] for context, turn in run]).astype(np.int32),
         trained=trained,
-        sampler_logp=logp,
+        sampler_logp=column(lambda turn: turn.output_logp, 0.0, np.float32),
         advantage=0.0,
         group_id=group_id,
         row_index=row_index,
         rollout_id=rollout_id,
-        version=int(oldest),
-        candidate_ids=candidate_lists(pieces, length),
-        topk_ids=topk_ids,
-        topk_logp=topk_logp,
+        version=int(versions[made].min(initial=np.iinfo(np.int32).max)),  # the oldest
+        candidate_ids=(np.concatenate(candidates), np.cumsum([0, *sizes])) if candidates else None,
+        topk_ids=listed(0, -1, np.int32),
+        topk_logp=listed(1, -np.inf, np.float32),
         token_version=versions,
     )
-
-
-def candidate_lists(pieces: list[tuple[slice, Turn]], length: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Candidate sets of a sample as (int32 values, int64 offsets [L+1]); context has empty lists."""
-    if all(turn.candidate_ids is None for _, turn in pieces):
-        return None
-    counts = np.zeros(length, dtype=np.int64)
-    values = []
-    for out, turn in pieces:
-        sets = turn.candidate_ids
-        if isinstance(sets, tuple):
-            counts[out] = np.diff(sets[1])
-            values.append(np.asarray(sets[0], dtype=np.int32))
-        elif sets is not None:
-            counts[out] = [len(ids) for ids in sets]
-            values.append(np.fromiter(itertools.chain.from_iterable(sets), dtype=np.int32))
-    return np.concatenate(values), np.concatenate([[0], np.cumsum(counts)])
-
-
-def topk_table(
-    pieces: list[tuple[slice, Turn]], length: int
-) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-    """The sampler's most likely tokens, int32 [L, K] and float32 [L, K]; -1 and -inf where there are none."""
-    tables = [(out, topk_arrays(turn.topk)) for out, turn in pieces if turn.topk is not None]
-    if not tables:
-        return None, None
-    width = max(ids.shape[1] for _, (ids, _) in tables)
-    topk_ids = np.full((length, width), -1, dtype=np.int32)
-    topk_logp = np.full((length, width), -np.inf, dtype=np.float32)
-    for out, (ids, logp) in tables:
-        topk_ids[out, : ids.shape[1]] = ids
-        topk_logp[out, : ids.shape[1]] = logp
-    return topk_ids, topk_logp
-
-
-def topk_arrays(topk) -> tuple[np.ndarray, np.ndarray]:
-    """Turn.topk as arrays [n, K]; a list of id -> logp is laid out by falling probability."""
-    if isinstance(topk, tuple):
-        return topk
-    width = max(map(len, topk), default=0)
-    ids = np.full((len(topk), width), -1, dtype=np.int32)
-    logp = np.full((len(topk), width), -np.inf, dtype=np.float32)
-    for i, entries in enumerate(topk):
-        for j, (token, value) in enumerate(sorted(entries.items(), key=lambda entry: -entry[1])):
-            ids[i, j], logp[i, j] = token, value
-    return ids, logp
 
 
 # -------------------------------------------------------------------------------------------------- messages

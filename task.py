@@ -215,34 +215,33 @@ def check_row(row: dict, task: Task, where: str) -> None:
         raise ValueError(f"{where} has a column {min(clash)}, which rewards get from the rollouts: rename it")
     if task.environments:
         environment_name(row, task.environments, where)
-    if "prompt" in row or not task.environments:
-        check_prompt(row, where)
-
-
-def check_prompt(row: dict, where: str) -> None:
-    """Raises ValueError unless the row's prompt is a list of text messages."""
-    if "prompt" not in row:
+    if "prompt" in row:
+        check_prompt(row["prompt"], where)
+    elif not task.environments:
         raise ValueError(f"{where} has no column `prompt`; its columns are {sorted(row)}")
-    prompt = row["prompt"]
-    conversational = isinstance(prompt, list) and prompt and all(map(is_message, prompt))
-    if not conversational:
+
+
+def check_prompt(prompt, where: str) -> None:
+    """ValueError unless it is a list of text messages."""
+    wrong = [m for m in prompt if not is_message(m)] if isinstance(prompt, list) and prompt else [prompt]
+    if wrong:
         raise ValueError(
-            f"the prompt of {where} is not conversational: it must be a list of messages like "
-            f"[{{'role': 'user', 'content': ...}}], not {str(prompt)[:80]!r}"
+            f"the prompt of {where} is not conversational: it must be a list of messages of text like "
+            f"[{{'role': 'user', 'content': ...}}], and holds {str(wrong[0])[:80]!r}"
         )
-    for message in prompt:
-        content = message.get("content")
-        if content is None and message.get("tool_calls"):
-            continue
-        for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text" or not isinstance(part.get("text"), str):
-                held = "an image" if "image" in str(kind) else f"the message {str(message)[:80]}"
-                raise ValueError(f"the prompt of {where} holds {held}; only text can be trained on")
 
 
 def is_message(message) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str)
+    """Has it a role, and a text, or parts that are texts? One that calls tools need not say anything."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    content = message.get("content")
+    if isinstance(content, list):
+        return all(
+            isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str)
+            for p in content
+        )
+    return isinstance(content, str) or content is None and bool(message.get("tool_calls"))
 
 
 # --------------------------------------------------------------------------------------------------- tools

@@ -16,10 +16,6 @@ def prompts(size: int = 4, **columns) -> list[dict]:
     return [row | columns for row in rows]
 
 
-def by_length(completion_ids, **_):
-    return [float(len(ids)) for ids in completion_ids]
-
-
 def by_place(completions, **_):
     """Different for every rollout of a group."""
     return list(range(len(completions)))

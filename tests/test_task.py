@@ -24,7 +24,7 @@ from task import eval_rows, load_task, opened
         ("rollout_tasks:empty", ValueError, "dataset of task rollout_tasks:empty is empty"),
         ("rollout_tasks:no_prompt", ValueError, r"no column `prompt`; its columns are \['question'\]"),
         ("rollout_tasks:plain_text", ValueError, "not conversational"),
-        ("rollout_tasks:image", ValueError, "row 0 .* holds an image"),
+        ("rollout_tasks:image", ValueError, "row 0 .* not conversational.*image"),
         ("rollout_tasks:closure", TypeError, "closure.<locals>.<lambda> .* lambda or closure"),
     ],
 )
@@ -46,10 +46,10 @@ def task_of(dataset, *rewards) -> types.SimpleNamespace:
     [
         ("train", "'train'; of a DatasetDict choose one split"),
         (["prompt"], "no row of columns"),
-        *((user(content), "row 0 .* holds the message") for content in (None, 5, {"a": 1}, ["a"])),
-        (user([{"type": "text", "text": None}]), "holds the message"),
-        (user([{"type": "video", "video": "x"}]), "holds the message"),
-        ({"prompt": [{"role": "user"}]}, "holds the message"),
+        *((user(content), "row 0 .* not conversational") for content in (None, 5, {"a": 1}, ["a"])),
+        (user([{"type": "text", "text": None}]), "not conversational"),
+        (user([{"type": "video", "video": "x"}]), "not conversational"),
+        ({"prompt": [{"role": "user"}]}, "not conversational"),
         ({"prompt": [{"role": None, "content": "x"}]}, "not conversational"),
         (user("x") | {"completions": 1}, "has a column completions, which rewards get"),
     ],
