@@ -91,11 +91,9 @@ class Link:
         if release < OLDEST:
             raise SyncError(f"{url} is vLLM {version}; weights can be sent to 0.26 and later")
         info = self.server.server_info()
-        model, transfer = (
-            info["vllm_config"]["model_config"],
-            info["vllm_config"].get("weight_transfer_config"),
-        )
-        backend, way = (transfer or {}).get("backend"), "nccl" if self.device.type == "cuda" else "gloo"
+        config = info["vllm_config"]
+        model, backend = config["model_config"], (config.get("weight_transfer_config") or {}).get("backend")
+        way = "nccl" if self.device.type == "cuda" else "gloo"
         if backend not in ("gloo", way):
             raise SyncError(
                 f"{url} takes weights by {backend!r}; a trainer on this device sends by {way!r}: start it "
@@ -105,14 +103,10 @@ class Link:
         self.dtype_name = model["dtype"].removeprefix("torch.")
         self.labels = self.server.weight_version() is not None
         notes = nccl_differences(info.get("system_env") or {}) if backend == "nccl" else []
-        if model.get("quantization"):
-            notes.append(
-                f"it quantises what it gets ({model['quantization']}): it samples from other weights"
-            )
+        if how := model.get("quantization"):
+            notes.append(f"it quantises what it gets ({how}): it samples from other weights")
         if not self.labels:
-            notes.append(
-                "it labels no weights: after a restart it samples from its own until the next update"
-            )
+            notes.append("it labels no weights: restarted, it samples from its own until the next update")
         for note in notes:
             print(f"note: {url} (vLLM {version}): {note}", flush=True)
         return backend, release
