@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import threading
 import traceback
 from collections import deque
@@ -536,16 +535,18 @@ class Engine:
         tokens, runs, ready, rows, scored = [], [], [], [], {}
         scores = max(1, STEP_LOGITS // self.vocab_size)  # room for prompt scores
         for slot, request in enumerate(self.running):
-            start, first, left = request.computed, len(tokens), request.unscored
-            end = min(len(request.tokens), start + STEP_TOKENS - first, start + scores if left else math.inf)
+            start, first, whole = request.computed, len(tokens), len(request.tokens)
+            end = min(whole, start + STEP_TOKENS - first)
+            if request.unscored:
+                end = min(end, start + scores)
+                count = min(request.unscored, end - start)
+                scored[request] = range(first, first + count)
+                scores -= count
             if end > start:
                 runs.append((slot, first, start, end))
                 tokens += request.tokens[start:end]
                 request.computed = end
-            if left := min(left, end - start):
-                scored[request] = range(first, first + left)
-                scores -= left
-            if end < len(request.tokens):
+            if end < whole:
                 break
             ready.append(request)
             rows.append(len(tokens) - 1)

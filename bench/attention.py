@@ -29,6 +29,7 @@ from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from triton.testing import do_bench
 
@@ -82,47 +83,34 @@ ROWS = {
 
 
 def layout(segments: list) -> SimpleNamespace:
-    """A row of the segments in depth-first order, with the indices that the other methods need."""
-    children = {index: [] for index in range(-1, len(segments))}
-    for index, (parent, _) in enumerate(segments):
-        children[parent].append(index)
-    subtree_end, depth, keys, query_starts, key_starts = [], [], [], [0], [0]
-    samples, sample_starts, longest = [], [0], 0
-
-    def visit(index, path):
-        nonlocal longest
-        start, length = len(depth), segments[index][1]
-        depth.extend(range(len(path), len(path) + length))
-        subtree_end.extend([0] * length)
-        path = path + list(range(start, start + length))
-        longest = max(longest, length)
-        keys.extend(path)
-        query_starts.append(start + length)
-        key_starts.append(len(keys))
-        for child in children[index]:
-            visit(child, path)
-        if not children[index]:
-            samples.extend(path)
-            sample_starts.append(len(samples))
-        subtree_end[start : start + length] = [len(depth)] * length
-
-    for root in children[-1]:
-        visit(root, [])
+    """A row of segments in depth-first order, with the indices that the other methods need."""
+    lengths = np.array([length for _, length in segments])
+    starts = np.cumsum([0, *lengths])  # [S + 1]
+    ends, paths = starts[1:].copy(), []  # where the subtree of each segment ends; its tokens from the root
+    for (parent, _), start, end in zip(segments, starts, starts[1:], strict=False):
+        above = [paths[parent]] if parent >= 0 else []
+        paths.append(np.concatenate([*above, np.arange(start, end)]))
+    for index in reversed(range(len(segments))):
+        if (parent := segments[index][0]) >= 0:
+            ends[parent] = max(ends[parent], ends[index])
+    parents = {parent for parent, _ in segments}
+    samples = [path for index, path in enumerate(paths) if index not in parents]
+    sample_lengths = np.array(list(map(len, samples)))
+    depth = np.concatenate([np.arange(len(path))[-n:] for path, n in zip(paths, lengths, strict=True)])
     tensor = partial(torch.tensor, device="cuda")
-    lengths = [b - a for a, b in zip(sample_starts, sample_starts[1:], strict=False)]
     return SimpleNamespace(
         length=len(depth),
-        subtree_end=tensor(subtree_end, dtype=torch.int32),  # [N]
+        subtree_end=tensor(np.repeat(ends, lengths), dtype=torch.int32),  # [N]
         depth=tensor(depth),  # [N]
-        keys=tensor(keys),  # the path of each segment, one after the other
-        query_starts=tensor(query_starts, dtype=torch.int32),  # [S + 1]
-        key_starts=tensor(key_starts, dtype=torch.int32),  # [S + 1]
-        longest_segment=longest,
-        longest=max(depth) + 1,
-        samples=tensor(samples),  # the tokens of each sample, one after the other
-        sample_starts=tensor(sample_starts, dtype=torch.int32),
-        pairs=sum(depth) + len(depth),
-        sample_pairs=sum(length * (length + 1) // 2 for length in lengths),
+        keys=tensor(np.concatenate(paths)),  # the path of each segment, one after the other
+        query_starts=tensor(starts, dtype=torch.int32),  # [S + 1]
+        key_starts=tensor(np.cumsum([0, *map(len, paths)]), dtype=torch.int32),  # [S + 1]
+        longest_segment=int(lengths.max()),
+        longest=int(depth.max()) + 1,
+        samples=tensor(np.concatenate(samples)),  # the tokens of each sample, one after the other
+        sample_starts=tensor(np.cumsum([0, *sample_lengths]), dtype=torch.int32),
+        pairs=int((depth + 1).sum()),
+        sample_pairs=int((sample_lengths * (sample_lengths + 1) // 2).sum()),
     )
 
 
