@@ -536,16 +536,15 @@ class Engine:
         scores = max(1, STEP_LOGITS // self.vocab_size)  # room for prompt scores
         for slot, request in enumerate(self.running):
             start, first, whole = request.computed, len(tokens), len(request.tokens)
-            end = min(whole, start + STEP_TOKENS - first)
-            if request.unscored:
-                end = min(end, start + scores)
-                count = min(request.unscored, end - start)
+            end = min(whole, start + STEP_TOKENS - first, start + scores if request.unscored else whole)
+            if end == start:
+                break
+            if count := min(request.unscored, end - start):
                 scored[request] = range(first, first + count)
                 scores -= count
-            if end > start:
-                runs.append((slot, first, start, end))
-                tokens += request.tokens[start:end]
-                request.computed = end
+            runs.append((slot, first, start, end))
+            tokens += request.tokens[start:end]
+            request.computed = end
             if end < whole:
                 break
             ready.append(request)

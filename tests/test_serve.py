@@ -393,25 +393,30 @@ def assert_logp(model, prompt, choice, first=0, last=None):
 
 @pytest.mark.parametrize("chunk", [10**9, 5])
 def test_prompt_logprobs_equal_a_plain_forward_and_ignore_sampling(server, model, monkeypatch, chunk):
-    """And no forward makes the logits of more positions than fit, however long the prompt is."""
+    """And no forward makes the logits of more positions than fit, however long or many the prompts are."""
     monkeypatch.setattr(engine, "STEP_LOGITS", chunk * VOCAB)
     forward, rows = server.engine.forward, []
     monkeypatch.setattr(server.engine, "forward", lambda *a: rows.append(len(a[-1])) or forward(*a))
-    prompt = [5, 9, 33, 60, 7, 8, 7, 8, 20, 21, 22, 40]
-    logits = reference_logits(model, prompt)
-    answers = [complete(server, prompt, max_tokens=1, prompt_logprobs=3, temperature=t) for t in (0, 2.0)]
-    assert answers[0]["prompt_logprobs"] == answers[1]["prompt_logprobs"]
-    assert max(rows) <= chunk + 1 and sum(rows) == 2 * len(prompt)
-    scores = answers[0]["prompt_logprobs"]
-    assert len(scores) == len(prompt) and scores[0] is None
-    for position, entry in enumerate(scores[1:]):
-        logp = reference_logp(logits[position])
-        order = np.argsort(-logp)
-        actual = prompt[position + 1]
-        assert list(entry)[0] == str(actual)
-        assert set(entry) == {str(actual), *map(str, order[:3])}
-        for token, score in entry.items():
-            assert score["logprob"] == pytest.approx(logp[int(token)], abs=2e-5)
+    prompts = [[5, 9, 33, 60, 7, 8, 7, 8, 20, 21, 22, 40][first:] for first in (0, 0, 7)]
+    post(server, "/pause?mode=keep")
+    asked = [
+        in_background(complete, server, prompt, max_tokens=1, prompt_logprobs=3, temperature=number)
+        for number, prompt in enumerate(prompts)
+    ]
+    wait_for(lambda: len(server.engine.waiting) == 3, "three requests")
+    post(server, "/resume")
+    for prompt, answer in zip(prompts, asked, strict=True):
+        scores, logits = answer()["prompt_logprobs"], reference_logits(model, prompt)
+        assert len(scores) == len(prompt) and scores[0] is None
+        for position, entry in enumerate(scores[1:]):
+            logp = reference_logp(logits[position])
+            order = np.argsort(-logp)
+            actual = prompt[position + 1]
+            assert list(entry)[0] == str(actual)
+            assert set(entry) == {str(actual), *map(str, order[:3])}
+            for token, score in entry.items():
+                assert score["logprob"] == pytest.approx(logp[int(token)], abs=2e-5)
+    assert max(rows) <= chunk + 3 and sum(rows) == sum(map(len, prompts))
 
 
 def test_sampled_frequencies_are_the_probabilities():
