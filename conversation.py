@@ -102,8 +102,8 @@ def sample_of(run, rollout_id: int, group_id: int, row_index: int, version: int)
         for context, turn in run:
             part = np.full((len(context) + len(turn.output_ids), *width), fill, dtype)
             if (values := of(turn)) is not None:
-                rows = np.shape(values)  # a top list may be narrower than another turn's
-                part[len(context) :][tuple(map(slice, rows))] = values
+                narrower = map(slice, np.shape(values)[1:])  # a top list, than another turn's
+                part[(slice(len(context), None), *narrower)] = values
             parts.append(part)
         return np.concatenate(parts)
 

@@ -123,21 +123,18 @@ def bare_child(payload: bytes):
     The script is needed after all when `payload`, what the process is handed, refers to something defined in
     it.
     """
-    main, hidden = sys.modules["__main__"], {}
+    main, hidden = vars(sys.modules["__main__"]), {}
     if b"__main__" not in payload:
-        hidden = {name: getattr(main, name) for name in ("__spec__", "__file__") if hasattr(main, name)}
+        hidden = {name: main[name] for name in ("__spec__", "__file__") if name in main}
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    main.update(dict.fromkeys(hidden))
     try:
-        for name in hidden:
-            setattr(main, name, None)
         yield
     finally:
-        for name, value in hidden.items():
-            setattr(main, name, value)
-        if devices is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        else:
+        main.update(hidden)
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = devices
 
 
@@ -193,15 +190,8 @@ class RolloutProcess:
             if isinstance(message, DeathMessage):
                 self._death = message.traceback
             if self._recording and isinstance(message, GroupMessage):
-                self._record(message)
+                self._recording.write(message)
             self.queue.put(message)
-
-    def _record(self, message: GroupMessage) -> None:
-        try:
-            self._recording.write(message)
-        except OSError as error:  # a full disk does not end a run that trains
-            print(f"--record {self.options.record}: {error}; nothing more is written to it", flush=True)
-            self._recording = None
 
     def publish(self, version: int, allowance: int, again=(), servers=None) -> None:
         """`version` is out; `allowance` raw tokens, since the start, may be sent or in flight.

@@ -43,8 +43,12 @@ class Recording:
 
     def write(self, message: GroupMessage) -> None:
         samples = [{name: encoded(v) for name, v in vars(sample).items()} for sample in message.samples]
-        self._file.write(json.dumps({**vars(message), "samples": samples}) + "\n")
-        self._file.flush()  # a run that is killed has written all that it was given
+        try:
+            self._file.write(json.dumps({**vars(message), "samples": samples}) + "\n")
+            self._file.flush()  # a run that is killed has written all that it was given
+        except OSError as error:  # a full disk does not end a run that trains
+            print(f"--record {self._file.name}: {error}; nothing more is written to it", flush=True)
+            self._file = open(os.devnull, "w")
 
 
 def drop_cut_line(path: str) -> None:

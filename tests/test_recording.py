@@ -53,6 +53,14 @@ def test_what_is_written_is_read_bit_for_bit(tmp_path):
                     assert np.array_equal(a, b) and getattr(a, "dtype", None) == getattr(b, "dtype", None)
 
 
+def test_a_full_disk_does_not_end_a_run(tmp_path, capsys):
+    (tmp_path / "full").symlink_to("/dev/full")
+    recording = Recording(str(tmp_path / "full"), go_on=False)
+    for _ in range(2):
+        recording.write(GroupMessage(0, [], "equal rewards", 9, {}))
+    assert capsys.readouterr().out.count("No space left on device; nothing more is written") == 1
+
+
 def leaves(value):
     return list(value) if isinstance(value, tuple) else [value]
 
