@@ -41,42 +41,19 @@ from transformers.utils.logging import disable_progress_bar
 
 import attention
 import checkpoint
+import loss
+import start
 from adapters import AdapterSync, choose
 from checkpoint import Progress, SaveError, Saver
 from feed import LEAVING, PREEMPTED, WAITING, Batch, Feed
 from flops import row_cost_from_config
 from generate import generate
 from head import head_of
-from loss import (
-    Objective,
-    check_row,
-    clipped_surrogate,
-    microbatch_weight,
-    router_coefficient,
-    router_loss,
-    row_loss,
-    score_centering,
-    step_divisor,
-)
 from metrics import Logger, Stopwatch, Window, peak_flops, term_metrics
-from options import OptionError, Options, check, describe, parse_or_exit
+from options import OptionError, Options, check, describe, parse_or_exit, refuse
 from packing import Planner, Row
 from process import RolloutProcess
 from recording import NoServers, Replay
-from start import (
-    Ranks,
-    check_embedded,
-    check_inputs,
-    checkpoint_layers,
-    fit,
-    join_ranks,
-    load_model,
-    make_optimizer,
-    obituary,
-    option_of,
-    reach_servers,
-    start_embedded,
-)
 from sync import Fleet, WeightSync
 from teachers import check_teachers
 
@@ -88,7 +65,7 @@ class Run:
     """What a run is made of and where it stands. Every rank has one; feed and logger are rank 0's alone."""
 
     options: Options
-    ranks: Ranks
+    ranks: start.Ranks
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: Any
@@ -97,7 +74,7 @@ class Run:
     logger: Logger | None
     saver: Saver
     watch: Stopwatch
-    objective: Objective
+    objective: loss.Objective
     scale: LossScale
     step: int  # optimizer steps so far
     version: int  # of the weights the servers hold
@@ -128,7 +105,7 @@ def train(options: Options, rollouts=None, sync=None) -> Path:
             if microbatches == 0 or run.batch == PREEMPTED:  # a server may be gone already: no more is sent
                 break
             run.rate = run.scheduler.get_last_lr()[0]
-            divisor = step_divisor(options.loss_normalization, trained_tokens, microbatches)
+            divisor = loss.step_divisor(options.loss_normalization, trained_tokens, microbatches)
             with watch("perf/optimizer_s", on_device=True):
                 scaled = divisor * run.scale.value
                 norm = optimizer_step(model, run.optimizer, run.scheduler, scaled, options.max_grad_norm)
@@ -238,7 +215,7 @@ def finish(run: Run) -> None:
 # ---- the step ----
 
 
-def next_batch(feed: Feed | None, ranks: Ranks, ahead_for: int | None = None):
+def next_batch(feed: Feed | None, ranks: start.Ranks, ahead_for: int | None = None):
     """The next micro-batch, its row on the device: rank 0 plans and packs it, every rank gets its own.
 
     None when the prompts are used up, LEAVING or PREEMPTED when the run was asked to end; WAITING after
@@ -285,7 +262,7 @@ class LossScale:
 
 
 def forward_backward(
-    model, row: Row, trained_tokens: int, objective: Objective, options: Options, scale=1.0, watch=None
+    model, row: Row, trained_tokens: int, objective: loss.Objective, options: Options, scale=1.0, watch=None
 ):
     """Forward a row, sum the loss over its terms, backward. Returns the sum and statistics per term [M].
 
@@ -293,21 +270,21 @@ def forward_backward(
     that they do not depend on how samples were packed
     (tests/test_train.py::test_gradient_does_not_depend_on_packing).
     """
-    check_row(row.host, model.get_input_embeddings().num_embeddings, objective)
+    loss.check_row(row.host, model.get_input_embeddings().num_embeddings, objective)
     index = attention.index(row, options.attention)  # needed until the backward has ended
-    balance = router_coefficient(options.router_aux_loss_coef, model.config)
+    balance = loss.router_coefficient(options.router_aux_loss_coef, model.config)
     with (watch or Stopwatch())("perf/fwd_s", on_device=True):
         output = backbone_output(model, row, **index, **({"output_router_logits": True} if balance else {}))
         hidden = output.last_hidden_state[0]  # [N, E]
         with gathered_head(model) as head:
-            total, stats = row_loss(hidden, head, row, objective, options.temperature)
+            total, stats = loss.row_loss(hidden, head, row, objective, options.temperature)
     value = total.detach()
     if balance:  # weighs by the row's trained tokens, so that its share of the step's is what counts
-        stats["aux_loss"] = router_loss(
+        stats["aux_loss"] = loss.router_loss(
             output.router_logits, model.config.get_text_config().num_experts_per_tok
         )
         total = total + balance * row.terms * stats["aux_loss"]
-    (total * (scale * microbatch_weight(options.loss_normalization, trained_tokens))).backward()
+    (total * (scale * loss.microbatch_weight(options.loss_normalization, trained_tokens))).backward()
     return value, stats
 
 
@@ -419,25 +396,28 @@ def begin(options: Options, rollouts, sync, ends: ExitStack) -> Run:
     """Everything before the first step. `ends` gets what has to be undone when the run is over."""
     check(options)
     if options.replay:
-        rollouts, sync = option_of("replay", Replay, options.replay), NoServers()
+        rollouts, sync = start.option_of("replay", Replay, options.replay), NoServers()
         options = replace(options, num_train_epochs=1.0, overlap=True)
     if rollouts is not None and options.lora_sync == "auto":  # its requests may name no adapter
         options = replace(options, lora_sync="merged")
-    start, prompts = check_inputs(options, rollouts)
-    ranks = join_ranks(options)
+    resumed, prompts = start.check_inputs(options, rollouts)
+    ranks = start.join_ranks(options)
     needs_servers = ranks.rank == 0 and (rollouts is None or sync is None)
-    embedded = start_embedded(options, ranks, ends) if needs_servers and options.embedded else None
-    model, tokenizer = load_model(options, ranks)
-    optimizer, scheduler = make_optimizer(options, model)
-    step, version, progress = resume(start, model, optimizer, scheduler)
-    servers = reach_servers(options, embedded) if needs_servers else []
+    embedded = start.start_embedded(options, ranks, ends) if needs_servers and options.embedded else None
+    model, tokenizer = start.load_model(options, ranks)
+    optimizer, scheduler = start.make_optimizer(options, model)
+    step, version, progress = resume(resumed, model, optimizer, scheduler)
+    servers = start.reach_servers(options, embedded) if needs_servers else []
     if ranks.rank == 0 and rollouts is None:
         check_teachers(options, tokenizer, model.get_input_embeddings().num_embeddings)
     if sync is None:
         options, sync = make_sync(options, servers, ranks)
     budget = token_budget(options, servers, ranks)
-    checkpoint_layers(model, fit(options, model, budget, ranks))
-    feed = make_feed(options, ranks, ends, rollouts, progress, version, servers, embedded, model, budget)
+    start.checkpoint_layers(model, start.fit(options, model, budget, ranks))
+    feed = None
+    if ranks.rank == 0:
+        source = (rollouts, servers, progress, version)
+        feed = make_feed(options, ranks, ends, *source, model.config, budget)
     run = Run(
         options=options,
         ranks=ranks,
@@ -447,7 +427,7 @@ def begin(options: Options, rollouts, sync, ends: ExitStack) -> Run:
         sync=sync,
         feed=feed,
         logger=Logger(options, step) if feed else None,
-        saver=Saver(options, model, optimizer, tokenizer, start),
+        saver=Saver(options, model, optimizer, tokenizer, resumed),
         watch=Stopwatch(ranks.device.type == "cuda"),
         objective=make_objective(options),
         scale=LossScale(options.compute_dtype),
@@ -459,6 +439,8 @@ def begin(options: Options, rollouts, sync, ends: ExitStack) -> Run:
     ends.callback(run.saver.close)
     if feed:
         run.watch.speak_up("perf/rollout_wait_s")
+    if feed and embedded:
+        feed.on_wait.append(lambda: start.check_embedded(embedded))
     sync.init()
     ends.callback(sync.close)
     update_weights(run)  # before the first prompt, on resume too
@@ -473,16 +455,16 @@ def last_words(run: Run, embedded, failed) -> None:
         run.logger.close()
         print(run.feed.ledger(), flush=True)
     if embedded and embedded.poll() is not None:  # an error of whoever called it says less
-        print(obituary(embedded), flush=True)
+        print(start.obituary(embedded), flush=True)
     if run.feed and failed:
         saved = run.saver.saved
         how = f"go on with --resume_from_checkpoint {saved}" if saved else "nothing was saved yet"
         print(f"{run.ranks.leaving.cause()}stopped after step {run.step}; {how}", flush=True)
 
 
-def make_objective(options: Options) -> Objective:
-    policy = score_centering if options.score_centering else clipped_surrogate
-    return Objective(
+def make_objective(options: Options) -> loss.Objective:
+    policy = loss.score_centering if options.score_centering else loss.clipped_surrogate
+    return loss.Objective(
         policy=None if options.distills else policy,
         distill_coef=1.0 if options.distills else options.distill_coef,
         beta=options.beta,
@@ -496,64 +478,54 @@ def make_objective(options: Options) -> Objective:
     )
 
 
-def token_budget(options: Options, servers: list, ranks: Ranks) -> int:
-    """Most unique tokens of a row, on every rank: as asked for, or the least context of the servers."""
-    budget = [options.token_budget]
-    if ranks.rank == 0 and budget == [None]:
-        if not servers:
-            raise OptionError("--token_budget is required where no server tells its max_model_len")
-        budget = [min(server.models()[0]["max_model_len"] for server in servers)]
-    dist.broadcast_object_list(budget, src=0, group=ranks.control)
-    return budget[0]
-
-
-def make_sync(options: Options, servers: list, ranks: Ranks) -> tuple[Options, Fleet]:
-    """Merged weights, or adapters, to the servers; the options with what --lora_sync auto has come to."""
-    told = [choose(servers, options) if ranks.rank == 0 else None]
+def agreed(value, ranks: start.Ranks):
+    """Rank 0's value, on every rank."""
+    told = [value]
     dist.broadcast_object_list(told, src=0, group=ranks.control)
-    options = replace(options, lora_sync=told[0])
-    if told[0] == "adapter":
+    return told[0]
+
+
+def token_budget(options: Options, servers: list, ranks: start.Ranks) -> int:
+    """Most unique tokens of a row: as asked for, or the least context of the servers."""
+    budget = options.token_budget
+    if ranks.rank == 0 and budget is None:
+        refuse(not servers, "--token_budget is required where no server tells its max_model_len")
+        budget = min(server.models()[0]["max_model_len"] for server in servers)
+    return agreed(budget, ranks)
+
+
+def make_sync(options: Options, servers: list, ranks: start.Ranks) -> tuple[Options, Fleet]:
+    """Merged weights, or adapters, to the servers; the options with what --lora_sync auto has come to."""
+    chosen = choose(servers, options) if ranks.rank == 0 else None
+    options = replace(options, lora_sync=agreed(chosen, ranks))
+    if options.lora_sync == "adapter":
         return options, AdapterSync(servers, options, ranks.device)
     return options, WeightSync(servers, options.vllm_server_timeout, ranks.device)
 
 
-def make_feed(
-    options, ranks: Ranks, ends: ExitStack, rollouts, progress, version, servers, embedded, model, budget
-) -> Feed | None:
-    """Rank 0: start the rollouts, which wait for the first allowance, and plan rows from what they queue."""
-    if ranks.rank != 0:
-        return None
+def make_feed(options: Options, ranks, ends, rollouts, servers, progress, version, config, budget) -> Feed:
+    """Start the rollouts, which wait for the first allowance, and plan rows from what they queue."""
     rollouts = rollouts or RolloutProcess(replace(options, vllm_server_base_url=[s.url for s in servers]))
-    cost = row_cost_from_config(model.config)
-    planner = Planner(
-        ranks.size,
-        budget,
-        cost,
-        samples_per_rank=options.per_device_train_batch_size,
-        share=options.share_prefixes,
-    )
+    cost, samples = row_cost_from_config(config), options.per_device_train_batch_size
+    planner = Planner(ranks.size, budget, cost, samples_per_rank=samples, share=options.share_prefixes)
     rollouts.start(progress.position, progress.beyond, version)
     ends.callback(rollouts.stop)
     device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
     peak = ranks.size * peak_flops(device) if cost.known else math.nan
     feed = Feed(rollouts, planner, progress, options, peak)
     feed.leaving = ranks.leaving.word
-    if embedded:
-        feed.on_wait.append(lambda: check_embedded(embedded))
     return feed
 
 
-def resume(start: Path | None, model, optimizer, scheduler) -> tuple[int, int, Progress]:
+def resume(saved: Path | None, model, optimizer, scheduler) -> tuple[int, int, Progress]:
     """Step, version and finished prompts: of a fresh start, or of the checkpoint that is loaded here."""
-    if start is None:
+    if saved is None:
         return 0, 0, Progress()
-    state = checkpoint.read_state(start)
-    checkpoint.load(start, model, optimizer)
+    state = checkpoint.read_state(saved)
+    checkpoint.load(saved, model, optimizer)
     with warnings.catch_warnings():  # it prefers to count for itself, from 0
         warnings.simplefilter("ignore")
-        scheduler.step(
-            state["step"]
-        )  # the schedule of these options, not of those the checkpoint was made with
+        scheduler.step(state["step"])  # of these options, not of those the checkpoint was made with
     return state["step"], state["version"], Progress(state["position"], state["beyond"], state["num_tokens"])
 
 
@@ -561,9 +533,13 @@ def state_of(run: Run) -> dict:
     """What rollout_state.json holds of the run: rank 0 knows it."""
     if run.feed is None:
         return {}
-    progress = run.feed.progress
-    state = {"version": run.version, "position": progress.position, "beyond": sorted(progress.beyond)}
-    return state | {"num_tokens": run.feed.forwarded_tokens, "prompts": run.prompts}
+    return {
+        "version": run.version,
+        "position": run.feed.progress.position,
+        "beyond": sorted(run.feed.progress.beyond),
+        "num_tokens": run.feed.forwarded_tokens,
+        "prompts": run.prompts,
+    }
 
 
 @record  # under torchrun: its report then ends with the traceback
@@ -572,7 +548,7 @@ def main() -> None:
     disable_progress_bar()
     try:
         if options.dry_run:
-            check_inputs(options, options.replay)
+            start.check_inputs(options, options.replay)
             print(describe(options))
         else:
             generate(options) if options.rollout_only else train(options)

@@ -13,6 +13,7 @@ import torch  # noqa: E402
 from replay import ListRollouts, NoSync, random_groups  # noqa: E402
 from torch.distributed.tensor import distribute_tensor  # noqa: E402
 
+import start  # noqa: E402
 import train as trainer  # noqa: E402
 from lora import adapted_layers  # noqa: E402
 from options import parse  # noqa: E402
@@ -27,7 +28,7 @@ def waken_adapters(model) -> None:
         up.data.copy_(distribute_tensor(values, up.device_mesh, up.placements, src_data_rank=None))
 
 
-inner, load = trainer.optimizer_step, trainer.load_model
+inner, load = trainer.optimizer_step, start.load_model
 
 
 def main(out: str, *arguments: str) -> None:
@@ -44,7 +45,7 @@ def main(out: str, *arguments: str) -> None:
             torch.save(grads, out)
         return inner(model, optimizer, scheduler, divisor, max_grad_norm)
 
-    trainer.optimizer_step, trainer.load_model = recorded, loaded
+    trainer.optimizer_step, start.load_model = recorded, loaded
     fixed = [
         "--model",
         "tiny",

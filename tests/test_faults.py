@@ -651,7 +651,7 @@ def refused(monkeypatch, capsys, tmp_path, alone):
 
         if not loads:
             for name in ("load_model", "join_ranks", "start_embedded"):
-                monkeypatch.setattr(train, name, never)
+                monkeypatch.setattr(f"start.{name}", never)
         command = ["train.py", *BASE, "--output_dir", str(tmp_path / "out"), *map(str, arguments)]
         monkeypatch.setattr(sys, "argv", command)
         capsys.readouterr()  # what a server that was started here has said

@@ -139,8 +139,8 @@ class Sent(NoSync):
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_a_vision_language_model_is_trained_on_text(models, tmp_path, monkeypatch, alone, family):
     """What lies outside its language model is never sent, has no optimizer state, is exported as it was."""
-    optimizers, inner = [], train.make_optimizer
-    monkeypatch.setattr(train, "make_optimizer", lambda *a: optimizers.append(inner(*a)) or optimizers[-1])
+    optimizers, inner = [], start.make_optimizer
+    monkeypatch.setattr(start, "make_optimizer", lambda *a: optimizers.append(inner(*a)) or optimizers[-1])
     options = Options(
         model=str(models / family),
         bf16=False,
