@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import argparse
 from bisect import bisect
-from dataclasses import dataclass
 
 from head import CHUNK_BYTES
 
@@ -42,22 +41,44 @@ MARGIN = 0.06  # of the device: fragmentation, libraries, what this leaves out
 EAGER = 2.5  # times the activations of a compiled layer
 
 
-@dataclass(frozen=True)
 class Memory:
-    """Bytes at the peak of a step on one rank; per token of the row where it says so."""
+    """Bytes at the peak of a step on one rank, for a transformers configuration trained in bf16."""
 
-    weights: float
-    gathered: float  # when the backward begins
-    working: float  # gathered when it ends
-    gradients: float
-    accumulates: bool
-    head: float
-    head_gradient: float
-    token: float  # per token, outside the layers
-    kept: float  # per token, of a layer that keeps its activations
-    recomputed: float  # per token, of a layer that works them out again
-    inside: float  # per token, gradients inside a layer
-    layers: int
+    def __init__(
+        self, config, parameters: int, ranks: int, compiled: bool, accumulates: bool, frozen=0, gathered=False
+    ):
+        """`gathered`: layers keep their gathered weights from forward to backward, as they do on one rank."""
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+
+        def read(*names, default=0):
+            values = (getattr(config, name, None) for name in names)
+            return next((value for value in values if value is not None), default)
+
+        hidden = read("hidden_size", default=1)
+        heads = read("num_attention_heads", default=1)
+        kv_heads = read("num_key_value_heads", default=heads)
+        size = read("head_dim", default=hidden // heads)
+        width = read("intermediate_size", default=4 * hidden)
+        if experts := read("num_experts_per_tok"):  # their inputs are sorted by expert
+            width = experts * (read("moe_intermediate_size", default=width) + hidden)
+            width += read("shared_expert_intermediate_size")
+        embedding = read("vocab_size") * hidden
+        untied = 0 if read("tie_word_embeddings") else embedding
+        trained = parameters - frozen
+        self.layers = read("num_hidden_layers", default=1)
+        layer = (parameters - embedding - untied) / self.layers
+        self.weights = (12 * trained + 2 * frozen) / ranks
+        self.working = 2 * (embedding + untied) + 12 * layer  # gathered when the backward ends
+        whole = 2 * parameters + 8 * layer * (ranks > 1)
+        self.gathered = whole if gathered or ranks == 1 else self.working  # when it begins
+        self.gradients, self.accumulates = 4 * trained / ranks, accumulates
+        self.head = (8 if read("vocab_size") % ranks else 4) * embedding + CHUNK_BYTES["cuda"]
+        self.head_gradient = 4 * embedding
+        # per token of the row: outside the layers; in one that keeps its activations; in one that does not
+        self.token = 18 * hidden
+        self.kept = 2 * (2 * hidden + 3 * (heads + kv_heads) * size + 2 * width) * (1 if compiled else EAGER)
+        self.recomputed = 2 * hidden
+        self.inside = 2 * (2 * width + hidden)  # the gradients inside a layer
 
     def peak(self, tokens: int, recomputing: int = 0) -> float:
         """With the first `recomputing` layers under gradient checkpointing."""
@@ -78,50 +99,6 @@ class Memory:
     def most_tokens(self, room: float, recomputing: int) -> int:
         """The longest row that fits into `room` bytes."""
         return bisect(range(1, 1 << 30), False, key=lambda tokens: not self.fits(tokens, recomputing, room))
-
-
-def memory_of(
-    config, parameters: int, ranks: int, compiled: bool, accumulates: bool, frozen: int = 0, gathered=False
-) -> Memory:
-    """Memory of training a transformers configuration with so many parameters, in bf16, sharded over `ranks`
-    ranks. `gathered`: layers keep their gathered weights from forward to backward, as they do on one rank."""
-    trained = parameters - frozen
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-
-    def read(*names, default=0):
-        values = (getattr(config, name, None) for name in names)
-        return next((value for value in values if value is not None), default)
-
-    layers, hidden = read("num_hidden_layers", default=1), read("hidden_size", default=1)
-    heads = read("num_attention_heads", default=1)
-    kv_heads = read("num_key_value_heads", default=heads)
-    size = read("head_dim", default=hidden // heads)
-    width = read("intermediate_size", default=4 * hidden)
-    if experts := read("num_experts_per_tok"):
-        width = read("moe_intermediate_size", default=width)
-        width = experts * (width + hidden) + read(
-            "shared_expert_intermediate_size"
-        )  # inputs sorted by expert
-    embedding = read("vocab_size") * hidden
-    untied = 0 if read("tie_word_embeddings") else embedding
-    layer = (parameters - embedding - untied) / layers
-    working = 2 * (embedding + untied) + 12 * layer
-    all_of_it = 2 * parameters + 8 * layer * (ranks > 1)
-    kept = 2 * (2 * hidden + 3 * (heads + kv_heads) * size + 2 * width) * (1 if compiled else EAGER)
-    return Memory(
-        weights=(12 * trained + 2 * frozen) / ranks,
-        gathered=all_of_it if gathered or ranks == 1 else working,
-        working=working,
-        gradients=4 * trained / ranks,
-        accumulates=accumulates,
-        head=(8 if read("vocab_size") % ranks else 4) * embedding + CHUNK_BYTES["cuda"],
-        head_gradient=4 * embedding,
-        token=18 * hidden,
-        kept=kept,
-        recomputed=2 * hidden,
-        inside=2 * (2 * width + hidden),
-        layers=layers,
-    )
 
 
 QWEN3 = {  # hidden, intermediate, layers, query heads, embeddings tied; head size 128, 8 K/V heads
@@ -145,25 +122,21 @@ def qwen3(size: str):
     )  # fmt: skip
 
 
-def count_parameters(config) -> int:
+def main() -> None:
+    """The longest row in thousands of tokens: all activations kept / all recomputed."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-
-
-def main() -> None:
-    """The longest row in thousands of tokens: all activations kept / all recomputed."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("gib", nargs="?", type=float, default=139.0, help="memory of a GPU")
     gib = parser.parse_args().gib
     print(f"| Qwen3, {gib:g} GiB a GPU | 1 GPU | 2 | 4 | 8 |\n|---|---|---|---|---|")
     for size in QWEN3:
-        config, cells = qwen3(size), []
-        parameters = count_parameters(config)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(qwen3(size))
+        cells, parameters = [], sum(p.numel() for p in model.parameters())
         for ranks in (1, 2, 4, 8):
-            needs = memory_of(config, parameters, ranks, compiled=True, accumulates=False)
+            needs = Memory(model.config, parameters, ranks, compiled=True, accumulates=False)
             most = [needs.most_tokens(gib * 2**30, n) // 1000 for n in (0, needs.layers)]
             cells.append(" / ".join(f"{tokens}k" for tokens in most) if most[1] else "-")
         print("|", " | ".join([size, *cells]), "|")

@@ -26,6 +26,7 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +59,9 @@ COLUMNS = [
 ]
 
 
+EXTREMES = {"max": max, "min": min}
+
+
 def rule(name: str) -> str:
     """How single values of this name are reduced: sum, max, min or mean."""
     last = name.rsplit("/", 1)[-1].split("_")
@@ -67,12 +71,11 @@ def rule(name: str) -> str:
 
 
 class Window:
-    """Values of one logging window, reduced as they arrive: name -> (total, weight) or the extreme so far."""
+    """Values of one logging window, reduced as they arrive: name -> (total, weight) or (the extreme, 1)."""
 
     def __init__(self):
         self.totals: dict[str, tuple[float, float]] = {}
-        self.extremes: dict[str, float] = {}
-        self.on_device: list[tuple] = []  # (name, scalar tensor, denominator or None) until `settle`
+        self.on_device: list[tuple] = []  # (name, numerator, denominator) until `settle`
 
     def add(self, name: str, value) -> None:
         """One value: a number, a list (mean over its members) or a pair (numerator, denominator).
@@ -80,33 +83,28 @@ class Window:
         A number or numerator may be a tensor without dimensions, a denominator too; they stay on their device
         until `settle`.
         """
-        members = value if isinstance(value, tuple) else (value, None)
-        if any(hasattr(member, "is_cuda") and member.ndim == 0 for member in members):
-            self.on_device.append((name, *members))
-        elif isinstance(value, tuple):
-            self.total(name, *value)
-        elif isinstance(value, (list, np.ndarray)):  # every token of a step may be a member
+        numerator, denominator = value if isinstance(value, tuple) else (value, 1)
+        if any(hasattr(x, "is_cuda") and x.ndim == 0 for x in (numerator, denominator)):
+            return self.on_device.append((name, numerator, denominator))
+        if isinstance(value, (list, np.ndarray)):  # every token of a step may be a member
             members = np.asarray(value, dtype=float)
             members = members[~np.isnan(members)]
-            if rule(name) not in ("max", "min"):
-                self.total(name, float(members.sum()), 1 if rule(name) == "sum" else len(members))
-            elif len(members):
-                self.extreme(name, float(members.max() if rule(name) == "max" else members.min()))
-        elif value is None or math.isnan(value):
-            if rule(name) == "mean":
-                self.total(name, 0.0, 0)  # measured, and nothing behind it
-        elif rule(name) in ("max", "min"):
-            self.extreme(name, float(value))
-        else:
-            self.total(name, float(value), 1)
+            if rule(name) in EXTREMES:
+                numerator = getattr(members, rule(name))() if len(members) else None
+            else:
+                numerator, denominator = members.sum(), len(members)
+        if numerator is None or (not isinstance(value, tuple) and math.isnan(numerator)):
+            numerator, denominator = 0.0, 0  # measured, and nothing behind it
+            if rule(name) != "mean":
+                return
+        self.total(name, float(numerator), denominator)
 
     def total(self, name: str, numerator: float, denominator: float) -> None:
-        n, d = self.totals.get(name, (0.0, 0.0))
-        self.totals[name] = (n + numerator, d + denominator)
-
-    def extreme(self, name: str, value: float) -> None:
-        keep = max if rule(name) == "max" else min
-        self.extremes[name] = keep(self.extremes.get(name, value), value)
+        if keep := EXTREMES.get(rule(name)):
+            self.totals[name] = keep(self.totals.get(name, (numerator, 1)), (numerator, 1))
+        else:
+            n, d = self.totals.get(name, (0.0, 0.0))
+            self.totals[name] = (n + numerator, d + denominator)
 
     def update(self, values: dict) -> None:
         for name, value in values.items():
@@ -123,23 +121,20 @@ class Window:
         entries, self.on_device = self.on_device, []
         for name, *members in entries:
             n, d = (next(numbers) if isinstance(x, torch.Tensor) else x for x in members)
-            self.add(name, n if d is None else (n, d))
+            self.add(name, n if rule(name) in EXTREMES else (n, d))
 
     def merge(self, other: Window) -> None:
         """What another rank measured in the same window."""
-        for name, (numerator, denominator) in other.totals.items():
-            self.total(name, numerator, denominator)
-        for name, value in other.extremes.items():
-            self.extreme(name, value)
+        for name, pair in other.totals.items():
+            self.total(name, *pair)
 
     def values(self) -> dict[str, float]:
-        reduced = dict(self.extremes)
-        for name, (numerator, denominator) in self.totals.items():
+        def reduced(name: str, numerator: float, denominator: float) -> float:
             if rule(name) == "sum":
-                reduced[name] = numerator
-            else:
-                reduced[name] = numerator / denominator if denominator else math.nan
-        return reduced
+                return numerator
+            return numerator / denominator if denominator else math.nan
+
+        return {name: reduced(name, *pair) for name, pair in self.totals.items()}
 
 
 def term_metrics(window: Window, stats: dict, row, teachers=()) -> None:
@@ -292,9 +287,7 @@ class Logger:
         fresh = self.path.with_suffix(".partial")  # renamed when it is whole: a kill may come in between
         fresh.write_text("".join(line + "\n" for line in kept))
         fresh.replace(self.path)
-        self.max_steps = options.max_steps
-        self.max_concurrent = options.max_concurrent_rollouts
-        self.generations = options.num_generations
+        self.options = options
         self.recent: deque[dict] = deque(maxlen=20)
         self.sink = sink(options, step)
         self.started, self.begun_at = time.monotonic(), None
@@ -312,13 +305,14 @@ class Logger:
             self.sink({k: v for k, v in clean.items() if v is not None}, record["step"])
         except Exception as error:  # a tracker that fails ends no run
             self.line(f"--report_to: {error}; nothing more is reported")
-            self.sink = nowhere
+            self.sink = lambda record, step: None
         if self.rows % 20 == 0:
             self.line(" ".join(f"{heading:>8}" for heading, _, _ in self.columns))
         self.rows += 1
         self.line(" ".join(f"{cell(record, name, form):>8}" for _, name, form in self.columns))
         self.recent.append(record)
-        verdict = diagnose(list(self.recent), self.max_concurrent, self.generations)
+        options = self.options
+        verdict = diagnose(list(self.recent), options.max_concurrent_rollouts, options.num_generations)
         words = re.sub(r"[\d.]+", "", verdict)
         if words != self.last_verdict and self.rows % 5 == 0:
             self.line(f"  {verdict}")
@@ -347,35 +341,22 @@ class Logger:
         """The live line: where the run is (`done` of it, 0 to 1), what it waits for. Only on a terminal."""
         if not self.live:
             return
-        now = time.monotonic()
         self.begun_at = done if self.begun_at is None else self.begun_at
-        left = (
-            (now - self.started) * (1 - done) / (done - self.begun_at) if done > self.begun_at else math.nan
-        )
-        total = f"/{self.max_steps}" if self.max_steps > 0 else ""
-        parts = [f"step {step}{total}", f"{done:.0%}", f"{span(left)} left"]
+        left = "?"
+        if done > self.begun_at:
+            passed = time.monotonic() - self.started
+            left = timedelta(seconds=round(passed * (1 - done) / (done - self.begun_at)))
+        total = f"/{self.options.max_steps}" if self.options.max_steps > 0 else ""
+        parts = [f"step {step}{total}", f"{done:.0%}", f"{left} left"]
         if self.recent:
             parts += [f"reward {cell(self.recent[-1], 'reward', '{:.3f}')}"]
-            parts += [bottleneck(self.recent[-1], self.max_concurrent).split(":")[0]]
+            parts += [bottleneck(self.recent[-1], self.options.max_concurrent_rollouts).split(":")[0]]
         width = shutil.get_terminal_size().columns - 1
         print(f"\r\x1b[K{'  '.join([*parts, text])[:width]}", end="", flush=True)
 
 
-def span(seconds: float) -> str:
-    """90 -> 1m30s."""
-    if math.isnan(seconds):
-        return "?"
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}h{minutes % 60:02}m" if minutes >= 60 else f"{minutes}m{seconds:02}s"
-
-
-def nowhere(record: dict, step: int) -> None:
-    """The sink of --report_to none."""
-
-
 def sink(options, step: int):
     """What takes a record (name -> number) and its step, by --report_to."""
-    name = options.run_name or Path(options.output_dir).name
     if options.report_to == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
@@ -390,9 +371,10 @@ def sink(options, step: int):
     if options.report_to == "trackio":
         import trackio
 
+        name = options.run_name or Path(options.output_dir).name
         trackio.init(project="treegrpo", name=name, config=vars(options), resume="allow")
         return lambda record, step: trackio.log(record, step=step)
-    return nowhere
+    return lambda record, step: None
 
 
 def step_of(line: str) -> float:

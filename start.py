@@ -38,7 +38,7 @@ from conversation import load_tokenizer, read_template
 from feed import LEAVING, PREEMPTED
 from lora import adapted_layers, add_adapters, reset_adapters
 from loss import router_coefficient
-from memory import memory_of
+from memory import Memory
 from options import OptionError, Options, refuse
 from questions import check_server, price
 from rollout import check_task, load_loop
@@ -293,7 +293,7 @@ def fit(options: Options, model, budget: int, ranks: Ranks) -> int:
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     shards, accumulates = options.shard_size or ranks.size, options.gradient_accumulation_steps > 1
     run = (model.config, parameters, shards, compiles(options, ranks.device), accumulates, frozen)
-    needs, gathered = memory_of(*run), memory_of(*run, gathered=True)
+    needs, gathered = Memory(*run), Memory(*run, gathered=True)
     room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     count = needs.recomputing(budget, room) if asked is None else asked
     keeps = torch.tensor(int(gathered.fits(budget, count, room)))

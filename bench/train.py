@@ -45,7 +45,7 @@ import train as trainer  # noqa: E402
 from bench.attention import ROWS, groups  # noqa: E402
 from flops import row_cost_from_config  # noqa: E402
 from loss import Objective  # noqa: E402
-from memory import QWEN3, memory_of, qwen3  # noqa: E402
+from memory import QWEN3, Memory, qwen3  # noqa: E402
 from metrics import peak_flops, read_lines  # noqa: E402
 from options import Options  # noqa: E402
 from packing import Sample, pack  # noqa: E402
@@ -147,7 +147,7 @@ def prepare(model, config, tokens: int, compiled: bool, all_recompute: bool = Fa
     are, and the peak in GiB by the formula."""
     layers = model.get_decoder().layers
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    needs = memory_of(config, parameters, 1, compiled, accumulates=False)
+    needs = Memory(config, parameters, 1, compiled, accumulates=False)
     count = len(layers)
     if not all_recompute and torch.cuda.is_available():
         count = needs.recomputing(tokens, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())

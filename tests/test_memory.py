@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 import start
-from memory import MARGIN, memory_of
+from memory import MARGIN, Memory
 from options import Options
 
 GIB = 2**30
@@ -18,7 +18,7 @@ SMALL = Qwen3Config(
 
 
 def memory(config=SMALL, parameters=596e6, ranks=1, compiled=True, accumulates=False):
-    return memory_of(config, parameters, ranks, compiled, accumulates)
+    return Memory(config, parameters, ranks, compiled, accumulates)
 
 
 def test_a_layer_keeps_what_its_backward_reads():
