@@ -24,7 +24,6 @@ import random
 import re
 import shlex
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -71,7 +70,7 @@ class Piece:
     killed: str = ""  # role
     code: int | None = None
     end_s: float = 0.0  # from the kill to the end of torchrun
-    left: list[str] = field(default_factory=list)  # processes and ports that outlived it
+    left: list[str] = field(default_factory=list)  # processes that outlived it
     ledger: str = ""
     balanced: bool = True
     memory: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # role -> (age in s, MiB)
@@ -110,26 +109,13 @@ def measure(piece: Piece, processes: dict[str, psutil.Process]) -> None:
         piece.memory.setdefault(role, []).append(sample)
 
 
-def listening_port(process: psutil.Process) -> int | None:
-    try:
-        listening = [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    except psutil.Error:
-        return None
-    return listening[0].laddr.port if listening else None
-
-
-def is_held(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
 def records(output_dir: Path) -> list[dict]:
     return [json.loads(line) for line in read_lines(output_dir / "metrics.jsonl")]
 
 
 def run_piece(number: int, output_dir: Path, rng: random.Random | None) -> Piece:
     """Start the loop, from the newest checkpoint if there is one; kill one of its processes (rng: which)."""
-    piece, mark, ports = Piece(number), uuid.uuid4().hex, set()
+    piece, mark = Piece(number), uuid.uuid4().hex
     arguments = ["--output_dir", str(output_dir), "--save_steps", str(SAVE_STEPS)]
     if any(output_dir.glob("checkpoint-*")):
         arguments += ["--resume_from_checkpoint", "true"]
@@ -144,14 +130,14 @@ def run_piece(number: int, output_dir: Path, rng: random.Random | None) -> Piece
         start_new_session=True,
     )
     try:
-        wait_and_kill(piece, process, mark, ports, output_dir, rng)
+        wait_and_kill(piece, process, mark, output_dir, rng)
     finally:
         left = settle(mark)
         for stray in left.values():
             stray.kill()
         process.wait()
     piece.code = process.returncode
-    piece.left = sorted(left) + [f"port {port}" for port in sorted(ports) if is_held(port)]
+    piece.left = sorted(left)
     read_ledger(piece, log.read_text())
     return piece
 
@@ -167,7 +153,7 @@ def run_round(output_dir: Path, pieces: list[Piece], rng: random.Random, deadlin
         killed = piece.killed
 
 
-def wait_and_kill(piece: Piece, process, mark: str, ports: set[int], output_dir: Path, rng) -> None:
+def wait_and_kill(piece: Piece, process, mark: str, output_dir: Path, rng) -> None:
     started, made, kill_at = time.monotonic(), records(output_dir), None
     if rng and rng.random() < 0.25:
         kill_at = started + rng.uniform(1, 12)  # while it starts
@@ -176,20 +162,14 @@ def wait_and_kill(piece: Piece, process, mark: str, ports: set[int], output_dir:
         time.sleep(0.25)
         running = members(mark)
         measure(piece, running)
-        if "server" in running and (port := listening_port(running["server"])):
-            ports.add(port)
         now = time.monotonic()
         if rng and kill_at is None:
             if records(output_dir)[-1:] != made[-1:]:
                 kill_at = now + rng.uniform(1, 15)
             elif now - started > START_S:
                 raise RuntimeError(f"piece {piece.number} made no step in {START_S:.0f} s")
-        if (
-            kill_at
-            and now > kill_at
-            and not piece.killed
-            and (roles := sorted(ROLES.keys() & running.keys()))
-        ):
+        roles = sorted(ROLES.keys() & running.keys())
+        if roles and kill_at and now > kill_at and not piece.killed:
             piece.killed = rng.choice(roles)
             running[piece.killed].kill()
             ended_by = now + 2 * END_S
@@ -259,11 +239,8 @@ def rollout_verdict() -> tuple[str, bool, str]:
     sizes = resident_sets(ROLLOUTS, looks=10)
     growth = sizes[-1] / sizes[4] - 1
     text = f"{sizes[0]:.0f}, {sizes[4]:.0f}, {sizes[-1]:.0f} MiB after a tenth, half and all of {ROLLOUTS:,}"
-    return (
-        "memory of rollouts",
-        growth <= ROLLOUT_TOLERANCE,
-        f"{text}; growth of the second half {growth:+.1%}",
-    )
+    text += f"; growth of the second half {growth:+.1%}"
+    return "memory of rollouts", growth <= ROLLOUT_TOLERANCE, text
 
 
 def verdicts(pieces: list[Piece], rounds: list[Path], undisturbed: Piece, whole_dir: Path):
@@ -271,13 +248,10 @@ def verdicts(pieces: list[Piece], rounds: list[Path], undisturbed: Piece, whole_
     yield "kills", bool(kills), ", ".join(f"{role} {count}" for role, count in sorted(kills.items()))
     told = [piece for piece in [undisturbed, *pieces] if piece.ledger]
     balanced = sum(piece.balanced for piece in told)
-    yield (
-        "ledgers",
-        balanced == len(told) > 0,
-        f"{balanced} of {len(told)} balance ({len(pieces) + 1} starts)",
-    )
+    text = f"{balanced} of {len(told)} balance ({len(pieces) + 1} starts)"
+    yield "ledgers", balanced == len(told) > 0, text
     left = [thing for piece in [undisturbed, *pieces] for thing in piece.left]
-    yield "left behind", not left, ", ".join(left) or "no process, no port"
+    yield "left behind", not left, ", ".join(left) or "no process"
     slowest = max((piece.end_s for piece in pieces), default=0.0)
     yield "end after a kill", slowest <= END_S, f"slowest {slowest:.1f} s, allowed {END_S:.0f} s"
     codes = [piece.code == 0 for piece in pieces if not piece.killed] + [undisturbed.code == 0]
@@ -297,9 +271,7 @@ def verdicts(pieces: list[Piece], rounds: list[Path], undisturbed: Piece, whole_
 def main() -> None:
     parser = argparse.ArgumentParser(description="The demo's loop under random kills.")
     parser.add_argument("--minutes", type=float, default=10.0, help="how long there are kills")
-    parser.add_argument(
-        "--seed", type=int, default=None, help="of the kills; drawn and printed when left out"
-    )
+    parser.add_argument("--seed", type=int, help="of the kills; drawn and printed when left out")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is ended on the way out
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
