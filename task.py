@@ -51,63 +51,65 @@ def load_task(spec, task_kwargs: dict | None = None) -> Task:
         takes_kwargs = bool(inspect.signature(source).parameters)
         source, task_kwargs = (source(**task_kwargs), {}) if takes_kwargs else (source(), task_kwargs)
     name = spec if isinstance(spec, str) else type(spec).__name__
-    rewards, tools, environments = functions_of(source, name)
-    dataset = getattr(source, "dataset", None)
-    if callable(dataset):
-        dataset = dataset(**task_kwargs)
-    elif task_kwargs:
-        raise ValueError(f"task_kwargs {sorted(task_kwargs)}: nothing in task {name} takes them")
-    if dataset is None and not environments:
-        raise ValueError(f"task {name} has no dataset: define dataset(**task_kwargs)")
-    task = Task(name, dataset, rewards, tools, environments)
-    if dataset is not None:
-        rows = iter(dataset)
-        if rows is dataset:
-            raise ValueError(
-                f"the dataset of task {name} can be read only once, being a {type(rows).__name__}: return a "
-                "list, or datasets.IterableDataset.from_generator of it"
-            )
-        row = next(rows, None)
-        if row is None:
-            raise ValueError(f"the dataset of task {name} is empty")
-        check_row(row, task, f"row 0 of task {name}")
-        for reward in rewards:
-            check_call(reward, {*row, *GIVEN} - {"prompt"}, name)
-    elif None not in environments:
-        raise ValueError(f"task {name} has several environments: a dataset must say which, in `environment`")
-    return task
-
-
-def functions_of(source, task_name: str) -> tuple[list, list, dict]:
-    """A task's rewards, tools and environments, checked; TypeError names what cannot be used."""
-    rewards = handed_over(getattr(source, "rewards", None), "reward", task_name)
-    tools = handed_over(getattr(source, "tools", None), "tool", task_name)
-    list(map(schema_of, tools))
-    names = [tool.__name__ for tool in tools]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise TypeError(f"task {task_name} has two tools named {twice[0]}")
     environments = getattr(source, "environments", None) or {}
     if not isinstance(environments, dict):
         environments = {None: environments}
-    factories = handed_over(list(environments.values()), "environment", task_name)
-    return rewards, tools, dict(zip(environments, factories, strict=True))
+    factories = handed_over(list(environments.values()), "environment", name)
+    task = Task(
+        name,
+        getattr(source, "dataset", None),
+        handed_over(getattr(source, "rewards", None), "reward", name),
+        handed_over(getattr(source, "tools", None), "tool", name),
+        dict(zip(environments, factories, strict=True)),
+    )
+    names = [schema_of(tool)["function"]["name"] for tool in task.tools]
+    if twice := [tool for tool in names if names.count(tool) > 1]:
+        raise TypeError(f"task {name} has two tools named {twice[0]}")
+    if callable(task.dataset):
+        task.dataset = task.dataset(**task_kwargs)
+    elif task_kwargs:
+        raise ValueError(f"task_kwargs {sorted(task_kwargs)}: nothing in task {name} takes them")
+    check_dataset(task)
+    return task
+
+
+def check_dataset(task: Task) -> None:
+    """ValueError or TypeError unless the first row can be sampled and scored, a second time too."""
+    name, dataset = task.name, task.dataset
+    if dataset is None and not task.environments:
+        raise ValueError(f"task {name} has no dataset: define dataset(**task_kwargs)")
+    if dataset is None and None not in task.environments:
+        raise ValueError(f"task {name} has several environments: a dataset must say which, in `environment`")
+    if dataset is None:
+        return
+    rows = iter(dataset)
+    if rows is dataset:
+        raise ValueError(
+            f"the dataset of task {name} can be read only once, being a {type(rows).__name__}: return a "
+            "list, or datasets.IterableDataset.from_generator of it"
+        )
+    row = next(rows, None)
+    if row is None:
+        raise ValueError(f"the dataset of task {name} is empty")
+    check_row(row, task, f"row 0 of task {name}")
+    for reward in task.rewards:
+        check_call(reward, {*row, *GIVEN} - {"prompt"}, name)
 
 
 def eval_rows(spec: str, task: Task) -> list[dict]:
     """Held-out rows: what the function that `spec` names returns, or a .jsonl, .json or .parquet file."""
-    suffix = Path(spec).suffix
-    if suffix in (".jsonl", ".json", ".parquet"):
-        import datasets
-
-        if not Path(spec).is_file():
-            raise ValueError(f"there is no file {spec}")
-        kind = "parquet" if suffix == ".parquet" else "json"
-        rows = list(datasets.load_dataset(kind, data_files=spec, split="train"))
-    else:
+    kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(spec).suffix)
+    if kind is None:
         function = locate(spec, "eval_dataset")
         if not callable(function):
             raise ValueError(f"{spec} is neither a file of rows nor path.py:function or module:function")
         rows = list(function())
+    elif Path(spec).is_file():
+        import datasets
+
+        rows = list(datasets.load_dataset(kind, data_files=spec, split="train"))
+    else:
+        raise ValueError(f"there is no file {spec}")
     if not rows:
         raise ValueError(f"{spec} holds no rows")
     for number, row in enumerate(rows):
@@ -120,8 +122,6 @@ def locate(spec, what: str):
     if not isinstance(spec, str):
         return spec
     place, _, name = spec.partition(":")
-    if not place:
-        raise ValueError(f"{what} {spec!r} must be path.py, path.py:name, module or module:name")
     if place.endswith(".py"):
         module = module_at(Path(place), what)
     else:
@@ -164,16 +164,14 @@ def handed_over(functions, what: str, task_name: str) -> list:
     functions = [locate(function, what) for function in functions]
     for function in functions:
         if not callable(function):
-            raise TypeError(
-                f"{what} {function!r} of task {task_name} is no function; call a served model from one"
-            )
+            hint = "call a served model from one"
+            raise TypeError(f"{what} {function!r} of task {task_name} is no function; {hint}")
         inner = unwrapped(function)
         qualname = getattr(inner, "__qualname__", None) or type(inner).__qualname__
         if "<lambda>" in qualname or "<locals>" in qualname:
             raise TypeError(
-                f"{what} {qualname} of task {task_name} is a lambda or closure and cannot be handed to the "
-                "rollout process; use a module-level function, functools.partial or an instance of a "
-                "module-level class"
+                f"{what} {qualname} of task {task_name} is a lambda or closure, which cannot reach the "
+                "rollout process: use a module's function, a partial of one or an instance of its classes"
             )
     return functions
 
@@ -237,10 +235,10 @@ def is_message(message) -> bool:
         return False
     content = message.get("content")
     if isinstance(content, list):
-        return all(
-            isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str)
-            for p in content
-        )
+        texts = [
+            part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"
+        ]
+        return len(texts) == len(content) and all(isinstance(text, str) for text in texts)
     return isinstance(content, str) or content is None and bool(message.get("tool_calls"))
 
 
