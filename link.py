@@ -31,7 +31,9 @@ from stream import GlooGroup, host_store, local_address
 LAST_WORDS_S = 5.0  # seconds for the server's answer once the stream to it has broken
 LOOK_S, HEALTH_S = 2.0, 10.0  # between two looks at the health of a server that is waited for; for its answer
 OLDEST, PACKED_AT_INIT, UNIQUE_ID = (0, 26), (0, 28), (0, 30)  # vLLM's releases since when each is so
-OF_ONE_END = ("NCCL_DEBUG", "NCCL_VERSION", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA")  # two machines may differ
+# 0.26 knows its layers by other names under LoRA, and refuses whole weights; 0.32 was seen to take them
+TAKES_WEIGHTS_UNDER_LORA = (0, 32)
+OF_ONE_END = ("NCCL_DEBUG", "NCCL_VERSION", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID")  # may differ
 
 
 class SyncError(RuntimeError):
@@ -99,6 +101,11 @@ class Link:
                 f"{url} takes weights by {backend!r}; a trainer on this device sends by {way!r}: start it "
                 f'with --weight-transfer-config \'{{"backend":"{way}"}}\' (gloo needs the plugin of '
                 "tools/vllm_gloo) or use the embedded one."
+            )
+        if config.get("lora_config") and release < TAKES_WEIGHTS_UNDER_LORA:
+            raise SyncError(
+                f"{url} is vLLM {version} with --enable-lora, which takes no whole weights: start it without "
+                "it, or train with --lora_r and --lora_sync adapter"
             )
         self.dtype_name = model["dtype"].removeprefix("torch.")
         self.labels = self.server.weight_version() is not None

@@ -89,8 +89,8 @@ def full_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch
 
 
 SHARED_GPU = (
-    " (NCCL takes one rank per GPU, and the server is on this trainer's: give it another by "
-    "CUDA_VISIBLE_DEVICES, or start it with the backend gloo, see tools/vllm_gloo)"
+    " (NCCL takes one rank per GPU of a host, and the server is on this trainer's: give it another by "
+    "CUDA_VISIBLE_DEVICES, or each end an NCCL_HOSTID of its own and both NCCL_SOCKET_IFNAME=lo)"
 )
 RUN_AGAIN = "start this run again (every weight goes out before the first prompt, then it is resumed)"
 HALF = f"It is paused and may hold half an update: do not resume it; {RUN_AGAIN}, or restart the server."

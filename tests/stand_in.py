@@ -49,10 +49,13 @@ class StandIn:
     `faults` maps a call to what it raises; an update's is raised after the first chunk.
     """
 
-    def __init__(self, dtype="float32", release="0.32.0", backend="gloo", workers=1, number=1, **faults):
+    def __init__(
+        self, dtype="float32", release="0.32.0", backend="gloo", workers=1, number=1, lora=None, **faults
+    ):
         self.url = f"http://127.0.0.1:{number}"
         self.dtype, self.release, self.backend, self.workers = dtype, release, backend, workers
         self.faults, self.calls, self.weights, self.groups = faults, [], {}, []
+        self.lora = lora
         self.label, self.dead, self.loads_slowly = "default", False, threading.Event()
         self.loads_slowly.set()
 
@@ -76,7 +79,8 @@ class StandIn:
 
     def server_info(self):
         model, transfer = {"dtype": f"torch.{self.dtype}"}, {"backend": self.backend}
-        return {"vllm_config": {"model_config": model, "weight_transfer_config": transfer}}
+        config = {"model_config": model, "weight_transfer_config": transfer, "lora_config": self.lora}
+        return {"vllm_config": config}
 
     def world_size(self):
         return self.workers

@@ -61,6 +61,7 @@ def test_each_release_is_spoken_to_in_its_own_way(release, by_id, packed_at_init
         ({"backend": "nccl"}, "cpu", "sends by 'gloo'"),
         ({"backend": "ipc"}, "cuda", '--weight-transfer-config \'{"backend":"nccl"}\''),
         ({"release": "0.25.3"}, "cpu", "0.26 and later"),
+        ({"release": "0.26.0", "lora": {"max_loras": 3}}, "cpu", "start it without it"),
     ],
 )
 def test_a_server_that_cannot_be_sent_to_is_refused_in_a_line(change, device, text):
@@ -84,7 +85,7 @@ def test_two_ranks_on_one_gpu_are_explained(fake_nccl, monkeypatch):
     server = StandIn(backend="nccl")
     server.init_weight_transfer = lambda info: time.sleep(30)
     monkeypatch.setattr(links, "LAST_WORDS_S", 0.1)
-    with pytest.raises(SyncError, match="one rank per GPU.*CUDA_VISIBLE_DEVICES.*gloo"):
+    with pytest.raises(SyncError, match="one rank per GPU.*CUDA_VISIBLE_DEVICES.*NCCL_HOSTID"):
         connected(server, device=GPU)
 
 
