@@ -219,11 +219,11 @@ def diagnose(records: list[dict], max_concurrent: int, generations: int = 8) -> 
     if duplicates > 0.9 * (generations - 1) / generations and not nats < 1:
         said.append("most rollouts repeat one of their group: is sampling random?")
     more_alike = change(records, "completions/duplicate_frac") > 0.05 and entropy_change < 0
-    if more_alike and not change(records, "reward") > 0:
+    jsd_falls = change(records, "jsd") < -0.05 * abs(value(now, "jsd"))
+    if more_alike and not change(records, "reward") > 0 and not jsd_falls:
         said.append("rollouts repeat each other more and more while entropy falls: collapse")
     if value(now, "batch/samples_per_row") < 1.5:
         said.append("a row holds one sample, so nothing can be shared: raise --token_budget")
-    jsd_falls = change(records, "jsd") < -0.05 * abs(value(now, "jsd"))
     if jsd_falls and entropy_change < -0.05 * value(now, "entropy"):
         said.append("the divergence falls with the entropy: narrowing, not learning")
     shares = {n.split("/")[1]: value(now, n) for n in now if n.startswith("teacher_tokens_frac/")}

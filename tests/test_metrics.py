@@ -182,6 +182,10 @@ def test_diagnosis_says_what_groups_of_equal_rewards_mean(courses, words):
         ({"batch__samples_per_row": 1.1}, "raise --token_budget"),
         ({"batch__samples_per_row": 6.0}, None),
         ({"jsd": (0.5, 0.2), "entropy": (0.9, 0.3)}, "narrowing, not learning"),
+        (
+            {"completions__duplicate_frac": (0.1, 0.5), "entropy": (0.9, 0.8999), "jsd": (0.5, 0.2)},
+            None,
+        ),
         ({"jsd": (0.5, 0.2), "entropy": 0.9}, None),
         (
             {"teacher_tokens_frac__a": 0.95, "teacher_tokens_frac__b": 0.05},
