@@ -141,7 +141,7 @@ def test_a_failed_step_says_what_the_server_holds_and_what_to_do(call, step):
     started = time.monotonic()
     with pytest.raises(SyncError) as failed:
         update(connected(server), toy())
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 10
     for text in (server.url, f"{step} failed", "CUDA out of memory", ADVICE[step]):
         assert text in str(failed.value)
     assert server.calls[-1] == call, "nothing is asked of it after that, least of all to resume"
