@@ -23,7 +23,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import shutil
 import threading
 from datetime import timedelta
@@ -44,11 +43,9 @@ LAST_SAVE_S = 10.0  # how long a run that is ended waits for the checkpoint it w
 
 
 class Progress:
-    """Which prompts are done: all before `position`, and those in `beyond`. Prompts are numbered over the
-    epochs.
+    """Which prompts, numbered over the epochs, are done: all before `position`, and those in `beyond`.
 
-    A prompt is done when any of its samples was trained, or it was dropped for a reason that will not go
-    away.
+    A prompt is done when any of its samples was trained, or it was dropped for a reason that stays.
     """
 
     def __init__(self, position: int = 0, beyond=(), tokens: int = 0):
@@ -71,15 +68,17 @@ class Progress:
         return self.position + len(self.beyond)
 
 
-def newest(output_dir: str) -> Path | None:
-    """The complete checkpoint with the highest step, or None."""
-    found = {}
-    for path in Path(output_dir).glob("checkpoint-*"):
-        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and (
-            path / "rollout_state.json"
-        ).is_file():
-            found[int(match[1])] = path
-    return found[max(found)] if found else None
+def complete(output_dir: Path | str) -> list[Path]:
+    """The complete checkpoints in a directory, by step."""
+    paths = [
+        path for path in Path(output_dir).glob("checkpoint-*") if (path / "rollout_state.json").is_file()
+    ]
+    paths = [path for path in paths if path.name[11:].isdigit()]
+    return sorted(paths, key=lambda path: int(path.name[11:]))
+
+
+def newest(output_dir: Path | str) -> Path | None:
+    return next(reversed(complete(output_dir)), None)
 
 
 class SaveError(RuntimeError):
@@ -168,7 +167,9 @@ class Saver:
             if final.exists():
                 remove(final)
             partial.rename(final)
-            forget_old(final.parent, self.options.save_total_limit)
+            limit = self.options.save_total_limit
+            for path in complete(final.parent)[:-limit] if limit else ():
+                remove(path)
 
         try:
             self.together(prepare, only_on=0)
@@ -211,14 +212,6 @@ def write_json(path: Path, value) -> None:
         json.dump(value, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-
-
-def forget_old(output_dir: Path, keep: int | None) -> None:
-    steps = sorted(
-        int(p.name.split("-")[1]) for p in output_dir.glob("checkpoint-*") if p.name[11:].isdigit()
-    )
-    for step in steps[:-keep] if keep else []:
-        remove(output_dir / f"checkpoint-{step}")
 
 
 def remove(path: Path) -> None:
