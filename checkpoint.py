@@ -70,11 +70,8 @@ class Progress:
 
 def complete(output_dir: Path | str) -> list[Path]:
     """The complete checkpoints in a directory, by step."""
-    paths = [
-        path for path in Path(output_dir).glob("checkpoint-*") if (path / "rollout_state.json").is_file()
-    ]
-    paths = [path for path in paths if path.name[11:].isdigit()]
-    return sorted(paths, key=lambda path: int(path.name[11:]))
+    found = [state.parent for state in Path(output_dir).glob("checkpoint-*/rollout_state.json")]
+    return sorted((p for p in found if p.name[11:].isdigit()), key=lambda path: int(path.name[11:]))
 
 
 def newest(output_dir: Path | str) -> Path | None:

@@ -31,6 +31,7 @@ import numpy as np
 import report
 from client import FIRST_NOTICE_S, Notice
 from options import describe
+from report import read_lines
 
 # bf16 FLOP/s of one device, dense, from the vendors' data sheets; MFU is reported only for these
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12}
@@ -358,11 +359,6 @@ def step_of(line: str) -> float:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
         return math.inf
-
-
-def read_lines(path: Path) -> list[str]:
-    """The whole lines of a file; one cut short by a kill is left out."""
-    return re.findall("(.*)\n", path.read_text()) if path.exists() else []
 
 
 def cell(record: dict, name: str, form: str) -> str:

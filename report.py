@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from dataclasses import dataclass
 from html import escape
@@ -58,22 +59,25 @@ def read_run(path: Path, name: str) -> Run:
         raise ReportError(
             f"{path} has no metrics.jsonl: give the output_dir of a run that has started training"
         )
-    lines = metrics.read_text(encoding="utf-8").splitlines()
     records = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_lines(metrics), 1):
         try:
             record = json.loads(line)
             float(record["step"])
             records.append(record)
         except (ValueError, TypeError, KeyError):
-            if number < len(lines):  # the last line may be half written: the run is going on
-                raise ReportError(f"{metrics} line {number} is not a record with a step: mend it") from None
+            raise ReportError(f"{metrics} line {number} is not a record with a step: mend it") from None
     if not records:
         raise ReportError(f"{metrics} holds no window yet: wait for the first logging_steps steps of the run")
     try:
         return Run(path, records, json.loads(options.read_text("utf-8")) if options.is_file() else {}, name)
     except ValueError:
         raise ReportError(f"{options} is not JSON: mend it or remove it") from None
+
+
+def read_lines(path: Path) -> list[str]:
+    """The whole lines of a file; one cut short by a kill, or still being written, is left out."""
+    return re.findall("(.*)\n", path.read_text(encoding="utf-8")) if path.exists() else []
 
 
 def smooth(values: np.ndarray) -> np.ndarray:

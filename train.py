@@ -205,10 +205,15 @@ def finish(run: Run) -> None:
         for values in run.feed.evaluations() if run.feed else ():
             run.logger.record({"step": run.step, "num_tokens": run.feed.forwarded_tokens, **values})
     if run.feed and preempted:
-        how = f"go on with --resume_from_checkpoint {saver.saved}"
-        print(f"SIGTERM: stopped after step {run.step}; {how}", flush=True)
+        say_stopped(run)
     elif run.feed:
         print(f"done after {run.step} steps: {saver.saved}", flush=True)
+
+
+def say_stopped(run: Run) -> None:
+    saved = run.saver.saved
+    how = f"go on with --resume_from_checkpoint {saved}" if saved else "nothing was saved yet"
+    print(f"{run.ranks.leaving.cause()}stopped after step {run.step}; {how}", flush=True)
 
 
 # ---- the step ----
@@ -456,9 +461,7 @@ def last_words(run: Run, embedded, failed) -> None:
     if embedded and embedded.poll() is not None:  # an error of whoever called it says less
         print(start.obituary(embedded), flush=True)
     if run.feed and failed:
-        saved = run.saver.saved
-        how = f"go on with --resume_from_checkpoint {saved}" if saved else "nothing was saved yet"
-        print(f"{run.ranks.leaving.cause()}stopped after step {run.step}; {how}", flush=True)
+        say_stopped(run)
 
 
 def make_objective(options: Options) -> loss.Objective:
