@@ -115,7 +115,7 @@ def refuse(what: str):
 
 def slot_attention(
     module, query, key, value, attention_mask, *, slots: SlotCache, step: Step,
-    scaling=None, dropout=0.0, sliding_window=None, **kwargs,
+    scaling=None, dropout=0.0, sliding_window=None, softcap=None, **kwargs,
 ):  # fmt: skip
     """Attention over the slot cache, as an attention function of transformers; returns [1, N, H, D].
 
@@ -125,7 +125,8 @@ def slot_attention(
         check_attention(module, kwargs)
     cached = slots.write(module.layer_idx, step.address, key, value)  # [slots, T, G, D] each
     query = query[0].unflatten(0, (key.shape[1], -1))  # [G, H/G, N, D]
-    outputs, attend = [], functools.partial(F.scaled_dot_product_attention, scale=scaling)
+    kernel = F.scaled_dot_product_attention if softcap is None else functools.partial(capped, softcap=softcap)
+    outputs, attend = [], functools.partial(kernel, scale=scaling)
     if count := step.decoding:
         k, v = (x[:count, : step.longest].transpose(1, 2) for x in cached)  # [count, G, T, D]
         q = query[:, :, :count].permute(2, 0, 1, 3)  # [count, G, H/G, D]
@@ -135,11 +136,19 @@ def slot_attention(
         run = slice(first, first + end - start)
         k, v = (x[slot, :end].transpose(0, 1)[:, None] for x in cached)  # [G, 1, T, D]
         k, v = (x.expand(-1, query.shape[1], -1, -1) for x in (k, v))
-        plain = start == 0 and (sliding_window is None or end <= sliding_window)
+        plain = start == 0 and softcap is None and (sliding_window is None or end <= sliding_window)
         seen = None if plain else causal(step.position[run], end, sliding_window)  # [n, T]
         out = attend(query[:, :, run], k, v, seen, is_causal=plain)  # [G, H/G, n, D]
         outputs.append(out.flatten(0, 1).transpose(0, 1))
     return torch.cat(outputs)[None], None
+
+
+def capped(query, key, value, visible, scale: float | None, softcap: float, is_causal=False):
+    """scaled_dot_product_attention of scores that a tanh keeps within softcap."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = softcap * torch.tanh(query @ key.transpose(-1, -2) * scale / softcap)
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1, dtype=torch.float32)
+    return weights.to(value.dtype) @ value
 
 
 # ------------------------------------------------------------------------------------------- sampling
