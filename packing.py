@@ -178,7 +178,6 @@ def pack(samples: list[Sample], share: bool = True) -> Row:
     own = [samples[i].input_ids[first:] for i, first in zip(order, shared.tolist(), strict=True)]
     own_length = np.array([len(ids) for ids in own])
     row_start = np.append(0, np.cumsum(own_length))  # [samples+1] row index of each one's own tokens
-    row_index = _row_indexer(shared, row_start)
 
     trained = np.concatenate([s.trained for s in samples])
     if trained[starts[:-1]].any():
@@ -187,10 +186,17 @@ def pack(samples: list[Sample], share: bool = True) -> Row:
     term_start = np.searchsorted(token, starts)  # [samples+1]
     sample = np.repeat(np.arange(len(samples)), np.diff(term_start))  # [M]
     at = token - starts.take(sample)  # [M] index in the sample
-    position = row_index(np.argsort(order).take(sample), at - 1)  # [M]
-    own_parent = row_index(
-        np.arange(len(samples)), shared - 1
-    )  # [samples] that each one's own tokens hang from
+    position, own_parent = np.empty(len(token), int), np.empty(len(samples), int)  # [M], [samples]
+    row_index = np.arange(row_start[-1])  # [N]
+    # The root, then the row index of each token of a sample: its own continue what the one before it shares.
+    path = np.full(lengths.max() + 1, -1)
+    sample_ends, term_ends = lengths.tolist(), term_start.tolist()
+    runs = zip(order, shared.tolist(), pairwise(row_start.tolist()), strict=True)
+    for place, (i, depth, (start, end)) in enumerate(runs):
+        own_parent[place] = path[depth]  # what its own tokens hang from
+        path[depth + 1 : sample_ends[i] + 1] = row_index[start:end]
+        terms = slice(term_ends[i], term_ends[i + 1])
+        path.take(at[terms], out=position[terms], mode="clip")  # the token in front of each target
     segment_start, segment_parent, segment_end = _segments(row_start, own_parent)
 
     # Stable, so terms of one position stay in the order of their samples. numpy sorts 16-bit keys by radix.
@@ -198,7 +204,7 @@ def pack(samples: list[Sample], share: bool = True) -> Row:
     token, sample = token.take(by_position), sample.take(by_position)
     return Row(
         input_ids=np.concatenate(own, dtype=np.int64),
-        position_ids=np.arange(row_start[-1]) - np.repeat(row_start[:-1] - shared, own_length),
+        position_ids=row_index - np.repeat(row_start[:-1] - shared, own_length),
         subtree_end=np.repeat(segment_end, np.diff(segment_start)),
         segment_start=segment_start,
         segment_parent=segment_parent,
@@ -233,39 +239,6 @@ def _check(samples: list[Sample]) -> None:
                 f"rollout {s.rollout_id} of group {s.group_id}: input_ids, trained and sampler_logp {sizes}; "
                 "they need one for each token, and a sample without tokens has no place in a row"
             )
-
-
-def _row_indexer(shared, row_start):
-    """row_index(place, depth): where the row has the token at `depth` of the sample at `place` in trie order.
-
-    Its own tokens begin at depth shared[place]; one further up is the own token of an earlier sample, the
-    last one that begins no deeper. Those ways back are followed in jumps of 1, 2, 4, ... steps, so that a
-    long chain of prefixes costs its logarithm. Depth -1 is the root, at -1.
-    """
-    before, open_ends = [], []  # the last sample before each that shares less with its own predecessor
-    depths = shared.tolist()
-    for place, depth in enumerate(depths):
-        while open_ends and depths[open_ends[-1]] >= depth:
-            open_ends.pop()
-        before.append(open_ends[-1] if open_ends else 0)
-        open_ends.append(place)
-    before, offset = np.array(before), row_start[:-1] - shared
-    jumps = [(before, shared[before])]  # [samples] each: to which sample, at what depth its tokens begin
-    while jumps[-1][1].any():
-        further = jumps[-1][0][jumps[-1][0]]
-        jumps.append((further, shared[further]))
-
-    def row_index(place, depth):
-        index = offset.take(place) + depth
-        above = np.flatnonzero(shared.take(place) > depth)
-        for some in np.array_split(above, len(above) // 8192 + 1):  # what stays in the cache
-            at, down = place[some], depth[some]
-            for jump, begin in reversed(jumps):
-                np.copyto(at, jump.take(at), where=begin.take(at) > down)
-            index[some] = np.where(down < 0, -1, offset.take(before.take(at)) + down)
-        return index
-
-    return row_index
 
 
 def _segments(row_start, own_parent):
