@@ -79,6 +79,7 @@ class Feed:
         self.progress = progress  # prompts trained or dropped, for checkpoints: those of closed steps
         self.max_staleness = options.max_staleness
         self.overlap = options.overlap
+        self.max_steps = options.max_steps
         self.epochs = options.num_train_epochs if options.max_steps < 0 else math.inf
         self.teachers = options.teacher_server_urls or {}
         self.dataset_size: int | None = None
@@ -371,6 +372,10 @@ class Feed:
     def take_window(self) -> Window:
         window, self.window = self.window, Window()
         return window
+
+    def share_done(self, step: int) -> float:
+        """How much of the run is done, 0 to 1; NaN before the number of prompts is known."""
+        return step / self.max_steps if self.max_steps > 0 else self.epoch / self.epochs
 
     @property
     def epoch(self) -> float:

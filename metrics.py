@@ -19,11 +19,14 @@ import json
 import math
 import os
 import re
+import shutil
 import statistics
+import sys
 import threading
 import time
 from collections import deque
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -274,7 +277,7 @@ def saturation(records: list[dict]) -> str:
 
 
 class Logger:
-    """Rank 0's sinks: metrics.jsonl, a table row per window, report.html."""
+    """Rank 0's sinks: metrics.jsonl, a table row per window, one live line on a terminal, report.html."""
 
     def __init__(self, options, step: int):
         self.path = Path(options.output_dir) / "metrics.jsonl"
@@ -288,7 +291,9 @@ class Logger:
         self.options = options
         self.recent: deque[dict] = deque(maxlen=20)
         self.sink = sink(options, step)
+        self.started, self.begun_at = time.monotonic(), None
         self.rows = 0
+        self.live = sys.stdout.isatty()
         self.last_verdict = ""
         idle = {"reward", "ratio"} if options.distills else set() if options.has_teachers else {"jsd"}
         self.columns = [column for column in COLUMNS if column[0] not in idle]
@@ -300,18 +305,18 @@ class Logger:
         try:
             self.sink({k: v for k, v in clean.items() if v is not None}, record["step"])
         except Exception as error:  # a tracker that fails ends no run
-            print(f"--report_to: {error}; nothing more is reported", flush=True)
+            self.line(f"--report_to: {error}; nothing more is reported")
             self.sink = lambda record, step: None
         if self.rows % 20 == 0:
-            print(" ".join(f"{heading:>8}" for heading, _, _ in self.columns), flush=True)
+            self.line(" ".join(f"{heading:>8}" for heading, _, _ in self.columns))
         self.rows += 1
-        print(" ".join(f"{cell(record, name, form):>8}" for _, name, form in self.columns), flush=True)
+        self.line(" ".join(f"{cell(record, name, form):>8}" for _, name, form in self.columns))
         self.recent.append(record)
         options = self.options
         verdict = diagnose(list(self.recent), options.max_concurrent_rollouts, options.num_generations)
         words = re.sub(r"[\d.]+", "", verdict)
         if words != self.last_verdict and self.rows % 5 == 0:
-            print(f"  {verdict}", flush=True)
+            self.line(f"  {verdict}")
             self.last_verdict = words
 
     def write(self, line: str) -> None:
@@ -322,13 +327,33 @@ class Logger:
                 file.write(line)
         except OSError as error:
             os.truncate(self.path, before)
-            print(f"a record is missing in {self.path}: {error}", flush=True)
+            self.line(f"a record is missing in {self.path}: {error}")
 
     def close(self) -> None:
         """The run is over: report.html, of all its steps."""
         with suppress(report.ReportError, OSError):
             run = report.read_run(self.path.parent, self.path.parent.resolve().name)
             report.write_page(run, [run])
+
+    def line(self, text: str) -> None:
+        print("\r\x1b[K" + text if self.live else text, flush=True)
+
+    def progress(self, step: int, done: float, text: str) -> None:
+        """The live line: where the run is (`done` of it, 0 to 1), what it waits for. Only on a terminal."""
+        if not self.live:
+            return
+        self.begun_at = done if self.begun_at is None else self.begun_at
+        left = "?"
+        if done > self.begun_at:
+            passed = time.monotonic() - self.started
+            left = timedelta(seconds=round(passed * (1 - done) / (done - self.begun_at)))
+        total = f"/{self.options.max_steps}" if self.options.max_steps > 0 else ""
+        parts = [f"step {step}{total}", f"{done:.0%}", f"{left} left"]
+        if self.recent:
+            parts += [f"reward {cell(self.recent[-1], 'reward', '{:.3f}')}"]
+            parts += [bottleneck(self.recent[-1], self.options.max_concurrent_rollouts).split(":")[0]]
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r\x1b[K{'  '.join([*parts, text])[:width]}", end="", flush=True)
 
 
 def sink(options, step: int):

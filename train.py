@@ -180,6 +180,7 @@ def close_step(run: Run, norm: float, microbatches: int) -> None:
     window.update(seconds)
     if run.feed:
         run.feed.close_step(seconds, microbatches)
+        run.logger.progress(run.step, run.feed.share_done(run.step), run.feed.rollouts.status())
     if run.step % options.logging_steps == 0:
         log(run)
     if options.save_steps and run.step % options.save_steps == 0:

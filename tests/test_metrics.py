@@ -252,6 +252,19 @@ def test_a_tracker_that_is_not_installed_is_refused_at_start(tmp_path, monkeypat
         check_inputs(options, None)
 
 
+def test_the_live_line_has_the_time_left_the_reward_and_the_side_that_waits(tmp_path, monkeypatch, capsys):
+    logger = Logger(Options(model="m", output_dir=str(tmp_path), max_steps=200), step=0)
+    logger.live = True
+    logger.progress(1, 0.1, "")
+    assert "? left" in capsys.readouterr().out
+    logger.started -= 60.0
+    logger.record(WAITS | {"step": 2, "reward": 0.25})
+    capsys.readouterr()
+    logger.progress(2, 0.5, "31 in flight")
+    line = capsys.readouterr().out.split("\x1b[K")[1]
+    assert line == "step 2/200  50%  0:01:15 left  reward 0.250  generation-bound  31 in flight"
+
+
 def test_a_phase_that_takes_long_is_named(monkeypatch, capsys):
     """Also while the main thread is inside a collective: a thread speaks."""
     monkeypatch.setattr("metrics.FIRST_NOTICE_S", 0.05)
