@@ -87,7 +87,7 @@ class Feed:
         self.served = 0  # of the weights on the servers
         self.again = []  # prompts to be sampled again, as soon as the servers have that version
         self.evaluated = -1  # the last version whose evaluation is in
-        self.on_wait = []  # called while waiting; may raise
+        self.bad_news = lambda: None  # looked at while waiting: why the run cannot go on, if so
         self.leaving = lambda: None  # was the run asked to end? LEAVING or PREEMPTED
         self.window = Window()
         self.used_tokens = 0  # raw tokens of samples trained or dropped
@@ -105,10 +105,10 @@ class Feed:
         self.step = OpenStep()
 
     def check(self) -> None:
-        """Raise what ends the run while the queue is empty: a dead producer, or what `on_wait` finds."""
+        """Raise what ends the run while the queue is empty: a dead producer, or `bad_news`."""
         self.rollouts.check()
-        for look in self.on_wait:
-            look()
+        if news := self.bad_news():
+            raise RuntimeError(news)
 
     def publish(self, servers=None) -> None:
         limit = max(self.max_staleness, 1) * self.step_tokens

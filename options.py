@@ -232,11 +232,10 @@ def parse_teachers(value) -> dict[str, str] | None:
 def check(options: Options) -> Options:
     """Refuse what cannot work, before anything expensive starts. Raises OptionError; returns the options."""
     refuse(not options.model, "--model is required: a hub name or a directory with config.json and weights")
-    for name, value in vars(options).items():
-        empty = value in ("", []) and name not in ("task", "lora_modules_to_save")
-        refuse(empty, f"--{name} is empty; give it a value or leave it out")
     for f in dataclasses.fields(Options):
         value, interval = getattr(options, f.name), f.metadata.get("interval")
+        empty = value in ("", []) and f.name not in ("task", "lora_modules_to_save")
+        refuse(empty, f"--{f.name} is empty; give it a value or leave it out")
         wrong = interval and value is not None and not lies_in(interval, value)
         refuse(wrong, f"--{f.name} is {value}; it must be in {interval}")
     check_effects(options)

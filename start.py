@@ -204,12 +204,10 @@ def reach_servers(options: Options, embedded: Popen | None) -> list[Server]:
     return servers
 
 
-def check_embedded(process: Popen) -> None:
-    if process.poll() is not None:
-        raise RuntimeError(obituary(process))
-
-
-def obituary(process: Popen) -> str:
+def obituary(process: Popen | None) -> str | None:
+    """What to say of an embedded server that has ended."""
+    if process is None or process.poll() is None:
+        return None
     return (
         f"the embedded server ended with exit code {process.returncode} (-9: killed, out of memory?); "
         "what it said is above. Resume the run from its last checkpoint"

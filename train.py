@@ -29,6 +29,7 @@ import time
 import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -443,9 +444,8 @@ def begin(options: Options, rollouts, sync, ends: ExitStack) -> Run:
     ends.push(lambda kind, *_: last_words(run, embedded, kind))
     ends.callback(run.saver.close)
     if feed:
+        feed.bad_news = partial(start.obituary, embedded)
         run.watch.speak_up("perf/rollout_wait_s")
-    if feed and embedded:
-        feed.on_wait.append(lambda: start.check_embedded(embedded))
     sync.init()
     ends.callback(sync.close)
     update_weights(run)  # before the first prompt, on resume too
@@ -459,8 +459,8 @@ def last_words(run: Run, embedded, failed) -> None:
     if run.feed:
         run.logger.close()
         print(run.feed.ledger(), flush=True)
-    if embedded and embedded.poll() is not None:  # an error of whoever called it says less
-        print(start.obituary(embedded), flush=True)
+    if news := start.obituary(embedded):  # an error of whoever called it says less
+        print(news, flush=True)
     if run.feed and failed:
         say_stopped(run)
 
