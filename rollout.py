@@ -26,6 +26,7 @@ import inspect
 import itertools
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,6 +143,7 @@ class RolloutLoop:
         self.loads = self.routing.loads
         self.teachers = Teachers(options, self.metrics) if options.teacher_server_urls else None
         self.caller = Caller(self.record, options.max_concurrent_rollouts)
+        self._helpers = ThreadPoolExecutor(4, thread_name_prefix="helper")  # tools that hang hold them not
         self._tasks: set[asyncio.Task] = set()
         self._changed = asyncio.Event()
         self._waiting_for = "the task to load"
@@ -284,6 +286,7 @@ class RolloutLoop:
                 await asyncio.wait(self._tasks, timeout=CLOSE_S)
             for part in filter(None, (self.routing, self.teachers, self.caller)):
                 part.close()
+            self._helpers.shutdown(wait=False, cancel_futures=True)
             if self.prompts is not None:  # it was loaded
                 await asyncio.wait_for(self.close(), CLOSE_S)
 
@@ -300,7 +303,7 @@ class RolloutLoop:
             self._over.set_exception(task.exception())
 
     async def _work(self, position: int, finished: set[int]) -> None:
-        await self.caller.off_loop(self._load, position=position, finished=finished)
+        await self._in_thread(self._load, position, finished)
         await self.setup()
         await self._until(lambda: self.link.allowance.value > 0, "the first weights to reach the servers")
         await self.routing.look()
@@ -322,6 +325,9 @@ class RolloutLoop:
         self.rewards = scoring.Rewards(self.task.rewards, options.on_reward_error, self.record)
         epochs = math.inf if options.max_steps > 0 else options.num_train_epochs
         self.prompts = Prompts(self.task.dataset, epochs, position, finished)
+
+    async def _in_thread(self, function, *arguments):
+        return await asyncio.get_running_loop().run_in_executor(self._helpers, function, *arguments)
 
     async def _until(self, ready, what: str, metric: str | None = None) -> None:
         """Wait until ready() is true; `metric` takes the seconds, if it has to."""
@@ -355,7 +361,7 @@ class RolloutLoop:
 
     async def _start_groups(self) -> None:
         while True:
-            prompt = await self.caller.off_loop(self.prompts.next)
+            prompt = await self._in_thread(self.prompts.next)
             if prompt is None:
                 self.send(EndMessage(self.prompts.size))
                 await self._until(lambda: self.prompts.again, "nothing: every prompt was sampled")
@@ -496,7 +502,8 @@ class RolloutLoop:
             raise RolloutError(f"{kind}.reset failed on {where}: {type(error).__name__}: {error}") from error
         prompts[place.index] = opened(prompts[place.index], text, where)
         rollout = await self._converse(place, tools_of(environment))
-        if hasattr(environment, "get_reward") and (place.group.prefix or not self.options.distills):
+        scores = hasattr(environment, "get_reward") and (place.group.prefix or not self.options.distills)
+        if scores and not rollout.given_up:
             try:
                 reward = await self.caller.timed(("env/reward_s",), environment.get_reward)
                 rollout.earned = kind, scoring.as_reward(reward)
@@ -568,7 +575,7 @@ class RolloutLoop:
             self._printed_version = self.link.version.value
             scoring.print_completions(lines[: self.options.num_completions_to_print])
         path = Path(self.options.output_dir) / "completions.jsonl"
-        await self.caller.off_loop(scoring.append_lines, path=path, lines=lines)
+        await self._in_thread(scoring.append_lines, path, lines)
 
     # ---- evaluation
 

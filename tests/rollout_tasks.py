@@ -6,8 +6,6 @@ import time
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
-
 import rollout
 
 
@@ -67,10 +65,6 @@ def raises_sync(completions, **_):
 async def raises_async(completions, **_):
     await asyncio.sleep(0)
     raise KeyError("solution")
-
-
-def array_ok(completions, **_):
-    return np.array([0.0, 1.0, 0.0, 1.0])
 
 
 def broken(name: str):

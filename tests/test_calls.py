@@ -233,6 +233,15 @@ def test_instance_of_a_rollout_that_ran_out_of_time_is_not_used_again(tokenizer)
     assert rollout_tasks.Late.made == 8
 
 
+def test_environment_scores_no_rollout_whose_prompt_had_no_room(tokenizer):
+    with FakeServer() as fake:
+        options = tool_options(fake, "counting")
+        fake.max_model_len = 100
+        with Run(options) as run:
+            assert run.groups(1)[0].dropped == "fewer than two scored"
+            assert "env/reset_s" in run.metrics() and "env/reward_s" not in run.metrics()
+
+
 @pytest.mark.parametrize(
     "task, kwargs, error",
     [

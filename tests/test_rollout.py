@@ -92,24 +92,6 @@ def test_resume_starts_behind_what_is_done(model):
             assert sorted(g.group_id for g in run.groups(3)) == [4, 5, 7]
 
 
-def test_streaming_dataset_runs_through_its_epochs(model):
-    options = options_for(
-        model, task="rollout_tasks:streaming", task_kwargs={"size": 3}, num_train_epochs=2.0
-    )
-    with FakeServer() as fake:
-        options.vllm_server_base_url = [fake.url]
-        with Run(options) as run:
-            groups = run.groups(6)
-            time.sleep(0.2)
-            assert len(run.groups()) == 6
-            run.link.again_in.send([4])
-            again = run.groups(7)[-1]
-    assert sorted(g.group_id for g in groups) == list(range(6))
-    assert {g.group_id: g.samples[0].row_index for g in groups}[4] == 1
-    assert max(groups, key=lambda g: g.group_id).dataset_size == 3
-    assert again.group_id == 4 and again.samples[0].row_index == 1
-
-
 def test_prompt_that_was_too_old_is_sampled_again_with_other_seeds(model):
     with FakeServer() as fake, Run(options_for(model, fake)) as run:
         run.groups(4)
@@ -339,17 +321,6 @@ def test_broken_reward_function_stops_the_run_by_name(model, name):
             run.groups(1)
         assert expect.get("error_text_contains", "") in str(caught.value)
         assert not run.messages or not any(isinstance(m, GroupMessage) for m in run.messages)
-
-
-def test_reward_function_may_return_an_array(model):
-    expect = case("A02_reward_contract")["expect"]["array_ok"]
-    with FakeServer() as fake:
-        options = options_for(model, fake, task="rollout_tasks:broken", task_kwargs={"name": "array_ok"})
-        with Run(options) as run:
-            samples = run.groups(1)[0].samples
-    np.testing.assert_allclose(
-        [s.advantage for s in samples], expect["advantages"], rtol=0, atol=expect["tolerance"]
-    )
 
 
 def test_skipped_reward_errors_are_counted_and_score_nothing(model):

@@ -126,6 +126,13 @@ def test_what_is_no_list_of_rewards_is_refused(result):
         scoring.as_rewards(result, 2)
 
 
+def test_reward_function_may_return_an_array():
+    expect = case("A02_reward_contract")["expect"]["array_ok"]
+    group = group_of(scoring.as_rewards(np.array([0.0, 1.0, 0.0, 1.0]), 4))
+    advantages = RolloutLoop.compute_advantages(None, group)
+    np.testing.assert_allclose(advantages, expect["advantages"], rtol=0, atol=expect["tolerance"])
+
+
 def leaves(**_):
     raise SystemExit("bye")
 
