@@ -1,6 +1,7 @@
 """What a server is asked before it is used: does it give this run what it needs?
 
     /server_info  ->  its configuration  ->  misfits: one line each, with the flag to start the server with
+    404 there     ->  two requests of one token tell what generation alone (--rollout_only) depends on
 
 Never: let a run begin on log-probabilities of another distribution than the one sampled from
 (tests/test_questions.py::test_raw_log_probabilities_are_refused_unless_sampling_is_plain).
@@ -9,6 +10,7 @@ Never: let a run begin on log-probabilities of another distribution than the one
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from client import Server, ServerError
@@ -45,13 +47,26 @@ def check_server(server: Server, options: Options) -> None:
 
 
 def configuration(server: Server, options: Options) -> dict:
-    """The server's model_config; empty where it does not tell and nothing depends on it."""
+    """The server's model_config, or what can be found out where it does not tell; who trains needs it to."""
     try:
         return server.server_info()["vllm_config"]["model_config"]
     except ServerError as error:
-        if error.status != 404 or needed_logprobs(options) is not None:
+        if error.status != 404 or not options.rollout_only:
             raise
-        return {}
+        return {} if needed_logprobs(options) is None else probed(server, options)
+
+
+def probed(server: Server, options: Options) -> dict:
+    """Of a model_config, what the answers to one token at two temperatures tell."""
+    width = max(options.top_k, needed_logprobs(options), 1)
+    common = dict(max_tokens=1, seed=0, logprobs=width)
+    try:
+        hot, cold = (server.complete([0], temperature=t, **common).topk_logp[0, 0] for t in (2.0, 1.0))
+    except ServerError as error:
+        if limit := re.search(r"max allowed: (\d+)", str(error)):
+            return {"max_logprobs": int(limit[1])}
+        raise
+    return {"logprobs_mode": "raw_logprobs" if hot == cold else "processed_logprobs"}
 
 
 def misfits(config: dict, options: Options) -> list[str]:

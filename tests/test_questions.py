@@ -66,12 +66,19 @@ def test_limit_on_log_probabilities_is_compared_with_what_a_request_asks_for():
     assert misfits({"max_logprobs": 5}, options_of(rollout_only=True, top_k=9)) == []
 
 
-def test_a_server_that_does_not_tell_is_used_only_where_nothing_depends_on_it():
+def test_a_server_that_does_not_tell_is_asked_by_a_token_where_nothing_is_trained():
+    recorded = options_of(rollout_only=True, record="groups", temperature=0.7)
     with FakeServer() as fake:
         fake.replies["/server_info"] = (404, {"detail": "Not Found"})
-        check_server(Server(fake.url, 5), options_of(rollout_only=True))
+        server = Server(fake.url, 5)
+        check_server(server, options_of(rollout_only=True))
         with pytest.raises(ServerError, match="VLLM_SERVER_DEV_MODE=1"):
-            check_server(Server(fake.url, 5), options_of())
+            check_server(server, options_of())
+        with pytest.raises(OptionError, match="--logprobs-mode processed_logprobs"):
+            check_server(server, recorded)  # its log-probabilities do not mind the temperature
+        fake.replies["/v1/completions"] = (400, {"error": {"message": "greater than max allowed: 3"}})
+        with pytest.raises(OptionError, match="--max-logprobs 8"):
+            check_server(server, recorded)
 
 
 def test_every_mismatch_is_one_line_with_what_to_do():

@@ -34,6 +34,8 @@ import client
 import engine
 import serve
 import stream
+from options import Options
+from questions import probed
 
 RECORDED = Path(__file__).parent / "data" / "vllm"
 VOCAB, MAX_LEN, EOS = 64, 1024, {1, 2}
@@ -370,6 +372,13 @@ def test_greedy_takes_the_likeliest_and_reports_temperature_one(server, model):
         assert choice["logprobs"]["token_logprobs"][step] == pytest.approx(
             reference_logp(row)[token], abs=2e-5
         )
+
+
+def test_two_tokens_tell_that_its_log_probabilities_are_processed():
+    server = serve.start("tiny", max_num_seqs=2)
+    told = probed(client.Server(server.url, 10), Options(model="tiny"))
+    server.close()
+    assert told == {"logprobs_mode": "processed_logprobs"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
