@@ -274,20 +274,18 @@ def check_resume(path: Path, options, prompts: str | None) -> None:
 def read_state(path: Path) -> dict:
     """rollout_state.json of a checkpoint. Raises OptionError when it cannot be resumed, with the reason."""
     file = Path(path) / "rollout_state.json"
-    if not file.is_file():
-        raise OptionError(
-            f"--resume_from_checkpoint: {path} is not a complete checkpoint (no rollout_state.json)"
-        )
+    incomplete = f"--resume_from_checkpoint: {path} is not a complete checkpoint (no rollout_state.json)"
+    refuse(not file.is_file(), incomplete)
     try:
         state = json.loads(file.read_text())
         only_model, _ = state["only_model"], state["options"]
     except (ValueError, LookupError, TypeError) as error:
         raise OptionError(f"--resume_from_checkpoint: {file} is damaged: {error!r}") from error
-    if only_model:
-        raise OptionError(
-            f"--resume_from_checkpoint: {path} holds only the model (--save_only_model); "
-            f"train from it with --model {path} instead"
-        )
+    refuse(
+        only_model,
+        f"--resume_from_checkpoint: {path} holds only the model (--save_only_model); train from it with "
+        f"--model {path} instead",
+    )
     return state
 
 

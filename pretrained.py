@@ -41,7 +41,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from conversation import first_line
 from lora import is_adapter
-from options import SOURCE, OptionError
+from options import SOURCE, OptionError, refuse
 
 FILE_BYTES = 5 << 30  # most bytes of tensors in one file that is written
 KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
@@ -68,10 +68,10 @@ def read_config(options):
             f"--model {options.model} is neither a directory with a model nor a hub name that can be read: "
             f"{first_line(error)}"
         ) from error
-    if unknown := sorted(set(unused) - set(SOURCE) - {"trust_remote_code"}):
-        raise OptionError(f"--model_init_kwargs: {', '.join(unknown)} is no setting of this model's config")
-    if getattr(config, "quantization_config", None):
-        raise OptionError(f"--model {options.model} is quantized: train from a checkpoint that is not")
+    unknown = sorted(set(unused) - set(SOURCE) - {"trust_remote_code"})
+    refuse(unknown, f"--model_init_kwargs: {', '.join(unknown)} is no setting of this model's config")
+    quantized = getattr(config, "quantization_config", None)
+    refuse(quantized, f"--model {options.model} is quantized: train from a checkpoint that is not")
     return config
 
 
@@ -99,9 +99,7 @@ def weight_files(name: str, source: dict) -> list[str]:
             return [one]
     except OSError as error:
         raise OptionError(f"--model {name}: {first_line(error)}") from error
-    raise OptionError(
-        f"--model {name} has no weights: there is no model.safetensors, nor an index of several"
-    )
+    raise OptionError(f"--model {name} has no weights: no model.safetensors, nor an index of several")
 
 
 # ---- reading
@@ -235,15 +233,13 @@ def keeps_rows(operation) -> bool:
 
 def fill(name: str, tensor: torch.Tensor, value: torch.Tensor, twin: str) -> None:
     target = local(tensor)
-    if target.shape != value.shape:
-        raise OptionError(
-            f"--model: {name} has shape {list(value.shape)} in the files and {list(target.shape)} here"
-        )
-    if name != twin and not torch.equal(target, value.to(target)):
-        raise OptionError(
-            f"--model: config.json ties {name} to {twin}, but the files hold two different tensors: "
-            "set tie_word_embeddings to false in it"
-        )
+    shapes = list(value.shape), list(target.shape)
+    refuse(shapes[0] != shapes[1], f"--model: {name} has shape {shapes[0]} in the files and {shapes[1]} here")
+    refuse(
+        name != twin and not torch.equal(target, value.to(target)),
+        f"--model: config.json ties {name} to {twin}, but the files hold two different tensors: set "
+        "tie_word_embeddings to false in it",
+    )
     target.copy_(value)
 
 
@@ -255,9 +251,8 @@ def complain(model, missing: list[str], unexpected: list[str], name: str) -> Non
         ("its files lack", keys.missing_keys),
         ("its files hold, and this architecture does not know,", keys.unexpected_keys),
     ):
-        if names:
-            some = ", ".join(sorted(names, key=dot_natural_key)[:5])
-            raise OptionError(f"--model {name}: {problem} {len(names)} tensors: {some}")
+        some = ", ".join(sorted(names, key=dot_natural_key)[:5])
+        refuse(names, f"--model {name}: {problem} {len(names)} tensors: {some}")
 
 
 # ---- writing

@@ -194,50 +194,23 @@ def table(runs: list[Run]) -> str:
 
 # ---- page ----
 
-CHARTS = [  # title; what it is and when it is healthy; its curves, by the names in metrics.jsonl
-    (
-        "Reward",
-        "Mean of scored rollouts, of samples trained on, and of evaluations; it should rise, then level off.",
-        "reward reward_kept eval/reward",
-    ),
-    ("Entropy", "Of the policy, in nats; a slow fall is healthy, a quick one to 0 is collapse.", "entropy"),
-    (
-        "Importance ratio",
-        "Trainer's over sampler's probability of a token, before masking; healthy within 0.02 of 1.",
-        "sampling/importance_sampling_ratio/mean",
-    ),
-    ("Masked tokens", "Share left out for their ratio; healthy below 0.01.", "sampling/masked_mean"),
-    (
-        "Staleness",
-        "Weight updates between making a sample and training on it; healthy up to max_staleness.",
-        "sample/staleness_mean sample/staleness_max",
-    ),
-    (
-        "Seconds of a step",
-        "And of its parts, and for how long generation was held; healthy with wait and held near 0.",
-        "perf/step_s perf/rollout_wait_s perf/fwd_bwd_s perf/weight_sync_s rollout/backpressure_s",
-    ),
-    ("Loss", "Per trained token; it moves around 0 and says little of progress.", "loss"),
-    ("Divergence", "From the teacher, per trained token; it should fall.", "jsd"),
-    ("Gradient norm", "Before clipping; growing spikes ask for a lower rate.", "grad_norm"),
-    (
-        "Completion length",
-        "Generated tokens of a rollout, and of those that ended by themselves; a gap means cut-off ones.",
-        "completions/mean_length completions/mean_terminated_length",
-    ),
-    (
-        "Equal rewards",
-        "Share of groups whose rewards are all equal and teach nothing; healthy below 0.5.",
-        "frac_reward_zero_std",
-    ),
-    ("Packing", "Tokens of samples over tokens forwarded; 1: nothing is shared.", "batch/packing_ratio"),
-    ("Row fill", "Share of token_budget that rows use; healthy above 0.8.", "batch/row_fill_frac"),
-    (
-        "Throughput",
-        "Per second of wall-clock time, shared tokens forwarded once.",
-        "perf/wall_clock_trained_tokens_per_s perf/wall_clock_forwarded_tokens_per_s",
-    ),
-]
+CHARTS = {  # the metrics of a chart, and what it shows and when it is healthy
+    "reward reward_kept eval/reward": "Means of scored rollouts, samples trained on, evaluations; to rise.",
+    "entropy": "Of the policy, in nats; a slow fall is healthy, a quick one to 0 is collapse.",
+    "sampling/importance_sampling_ratio/mean": "Trainer's over sampler's probability; within 0.02 of 1.",
+    "sampling/masked_mean": "Share of tokens left out for their ratio; healthy below 0.01.",
+    "sample/staleness_mean sample/staleness_max": "Weight updates since sampling; up to max_staleness.",
+    "perf/step_s perf/rollout_wait_s perf/fwd_bwd_s perf/weight_sync_s": "Seconds; healthy: waiting near 0.",
+    "rollout/backpressure_s": "Seconds of a step that generation was held back; healthy near 0.",
+    "loss": "Per trained token; it moves around 0 and says little of progress.",
+    "jsd": "Divergence from the teacher, per trained token; it should fall.",
+    "grad_norm": "Before clipping; growing spikes ask for a lower learning rate.",
+    "completions/mean_length completions/mean_terminated_length": "A gap means rollouts that are cut off.",
+    "frac_reward_zero_std": "Share of groups whose rewards are all equal and teach nothing; below 0.5.",
+    "batch/packing_ratio": "Tokens of samples over tokens forwarded; 1: nothing is shared.",
+    "batch/row_fill_frac": "Share of token_budget that rows use; healthy above 0.8.",
+    "perf/wall_clock_trained_tokens_per_s perf/wall_clock_forwarded_tokens_per_s": "Wall-clock throughput.",
+}
 
 
 def drawing(curves: list[Curve], width: int, height: int) -> str:
@@ -271,8 +244,8 @@ def drawing(curves: list[Curve], width: int, height: int) -> str:
     return f'<svg viewBox="0 0 {width} {height}">{"".join(parts)}</svg>'
 
 
-def card(title: str, note: str, curves: dict[str, Curve], width: int = 360, height: int = 180) -> str:
-    """A chart under its title, a legend with the last values, and its sentence."""
+def card(note: str, curves: dict[str, Curve], width: int = 360, height: int = 180) -> str:
+    """A chart under its legend, which has the last values, and over its sentence; nothing without values."""
     if not any(len(steps) for steps, _ in curves.values()):
         return ""
     legend = "".join(
@@ -281,21 +254,21 @@ def card(title: str, note: str, curves: dict[str, Curve], width: int = 360, heig
         if len(values)
     )
     image = drawing(list(curves.values()), width, height)
-    return f'<article><h2>{title}</h2><div class="keys">{legend}</div>{image}<p>{note}</p></article>'
+    return f'<article><div class="keys">{legend}</div>{image}<p>{note}</p></article>'
 
 
 def page(run: Run, runs: list[Run]) -> str:
-    """The report of `run`; the reward chart shows all `runs`. A chart that has no values is left out."""
-    charts = [(title, note, {name: run.curve(name) for name in of.split()}) for title, note, of in CHARTS]
-    (reward, note, curves), *others = charts
+    """The report of `run`; the reward chart shows all `runs`."""
+    charts = [(note, {name: run.curve(name) for name in names.split()}) for names, note in CHARTS.items()]
+    (note, rewards), *others = charts
     if len(runs) > 1:
-        curves = {other.name: other.curve("reward") for other in runs}
+        rewards = {other.name: other.curve("reward") for other in runs}
     numbers = "".join(f"<div><dt>{what}</dt><dd>{value}</dd></div>" for what, value in headline(run))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(run.name)}: training report</title><style>{STYLE}</style></head><body>"
-        f"<h1>{escape(run.name)}</h1><dl>{numbers}</dl>{card(reward, note, curves, 1040, 300)}"
+        f"<h1>{escape(run.name)}</h1><dl>{numbers}</dl>{card(note, rewards, 1040, 300)}"
         f'<section class="charts">{"".join(card(*chart) for chart in others)}</section>'
         "<p>Lines are smoothed over a twentieth of the run; spikes far outside the rest are cut.</p>"
         f"<details><summary>Options</summary><pre>{escape(json.dumps(run.options, indent=1))}</pre></details>"
@@ -307,7 +280,6 @@ STYLE = """
 :root { color-scheme: light dark; --soft: #888; --rule: #8883; }
 body { max-width: 1100px; margin: 0 auto; padding: 24px; font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 24px; overflow-wrap: anywhere; }
-h2 { font-size: 15px; margin: 0; }
 p, dt, .keys { color: var(--soft); font-size: 13px; margin: 6px 0 0; }
 dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 14px; }
 dd { margin: 0; font-size: 22px; font-weight: 600; }

@@ -231,8 +231,8 @@ def load_model(options: Options, ranks: Ranks):
         module.requires_grad_(False)
     if options.lora_r:
         option_of("lora_r", add_adapters, model, options)
-    if not hasattr(model.get_decoder(), "layers"):
-        raise OptionError(f"--model: model type {model.config.model_type!r} has no `layers` to be sharded by")
+    kind, layers = model.config.model_type, getattr(model.get_decoder(), "layers", None)
+    refuse(layers is None, f"--model: model type {kind!r} has no `layers` to be sharded by")
     shard(model, options, ranks)
     pretrained.read(model, options, ranks.device)
     reset_adapters(model, options.seed)
@@ -327,13 +327,10 @@ def shard(model, options: Options, ranks: Ranks) -> None:
     sharding): a gather then stays inside a group, a node say, and only gradients travel between groups.
     """
     size = options.shard_size or ranks.size
-    if ranks.size % size:
-        raise OptionError(f"--shard_size {size}: {ranks.size} ranks are no multiple of it")
+    refuse(ranks.size % size, f"--shard_size {size}: {ranks.size} ranks are no multiple of it")
     shape = (ranks.size,) if size == ranks.size else (ranks.size // size, size)
     mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("copies", "shard")[-len(shape) :])
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, options.compute_dtype), reduce_dtype=torch.float32
-    )
+    policy = MixedPrecisionPolicy(getattr(torch, options.compute_dtype), reduce_dtype=torch.float32)
     backbone, head = model.get_decoder(), model.get_output_embeddings()
     tied = head.weight is model.get_input_embeddings().weight
     alone = {"reshard_after_forward": False} if ranks.size == 1 else {}  # there is nothing to free

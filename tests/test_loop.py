@@ -194,7 +194,7 @@ def test_the_final_checkpoint_loads_and_generates(finished_run):
 
 
 def test_the_resolved_options_and_a_report_are_saved(finished_run):
-    assert "<h2>Entropy</h2>" in (finished_run[0] / "report.html").read_text()
+    assert ">entropy <b>" in (finished_run[0] / "report.html").read_text()
     assert json.loads((finished_run[0] / "options.json").read_text())["learning_rate"] == 1e-3
 
 
