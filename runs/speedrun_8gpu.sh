@@ -2,7 +2,7 @@
 # Eight GPUs, vLLM installed: the last SERVERS (2) of CUDA_VISIBLE_DEVICES sample, one server each, the others train
 # under FSDP2; SERVERS=4 makes it 4 + 4. Word problems, 16 answers each, rows of 32k tokens. NOT RUN YET on eight
 # GPUs: no expected number. MODEL, LENGTH (longest prompt + answer), PORT (and those after it) and OUT name others;
-# options after the command are added to train.py's. In the end: step time, MFU, waits, updates, and the page.
+# options after the command are added to train.py's. In the end: the curve, who waited, and the page.
 set -e
 cd "$(dirname "$0")/.."
 model=${MODEL:-Qwen/Qwen3-0.6B}
