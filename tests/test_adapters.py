@@ -25,15 +25,8 @@ from options import OptionError, Options
 from rollout import TOO_OLD, RolloutLoop
 from tools import check_vllm
 
-LORA = {
-    "lora_r": 4,
-    "lora_alpha": 8.0,
-    "lora_dropout": 0.0,
-    "lora_rslora": False,
-    "lora_target_modules": ["all-linear"],
-    "lora_modules_to_save": [],
-    "compute_dtype": "float32",
-}
+LORA = dict(lora_r=4, lora_alpha=8.0, lora_dropout=0.0, lora_rslora=False, compute_dtype="float32")
+LORA |= dict(lora_target_modules=["all-linear"], lora_modules_to_save=[])
 
 
 def adapter_of(directory, path, seed: int, **changed):
@@ -175,13 +168,7 @@ def trained():
 
 
 def options_of(place, **changed):
-    values = {
-        "model": "m",
-        "lora_r": 4,
-        "lora_sync": "adapter",
-        "max_staleness": 1,
-        "vllm_server_timeout": 20.0,
-    }
+    values = dict(model="m", lora_r=4, lora_sync="adapter", max_staleness=1, vllm_server_timeout=20.0)
     return Options(output_dir=str(place), **{**values, **changed})
 
 
@@ -200,9 +187,13 @@ def fake():
         yield server
 
 
+def told(lora_config) -> tuple[int, dict]:
+    """What /server_info answers."""
+    return 200, {"vllm_config": {"model_config": {}, "lora_config": lora_config}}
+
+
 def lora_server(fake, **limits):
-    config = {"max_lora_rank": 16, "max_loras": 3} | limits
-    fake.replies["/server_info"] = (200, {"vllm_config": {"model_config": {}, "lora_config": config}})
+    fake.replies["/server_info"] = told({"max_lora_rank": 16, "max_loras": 3} | limits)
     return Server(fake.url)
 
 
@@ -284,31 +275,27 @@ START += "--max-lora-rank 32"
 
 
 @pytest.mark.parametrize(
-    "limits, change, words",
+    "change, words",
     [
-        ({"max_lora_rank": 8}, {}, "up to rank 8, --lora_r is 20"),
-        ({"max_loras": 2}, {}, r"holds 2 adapters, --max_staleness \+ 2 is 3"),
-        ({}, {"adapters": None}, "loads no adapters while it runs"),
-        ({}, {"root": "other"}, "serves other; .* weights of m"),
-        ({}, {"label": "12"}, "has to be restarted"),
-        ({}, {"paused": True}, "has to be restarted"),
-        (None, {}, "runs without LoRA"),
+        ({"/server_info": told({"max_lora_rank": 8, "max_loras": 3})}, "up to rank 8, --lora_r is 20"),
+        (
+            {"/server_info": told({"max_lora_rank": 32, "max_loras": 2})},
+            r"holds 2 .* --max_staleness \+ 2 is 3",
+        ),
+        ({"/server_info": told(None)}, "runs without LoRA"),
+        ({"adapters": None}, "loads no adapters while it runs"),
+        ({"/v1/models": (200, {"data": [{"root": "other", "max_model_len": 9}]})}, "serves other; .* of m"),
+        ({"/weight_info": (200, {"weight_version": "12"})}, "has to be restarted"),
+        ({"paused": True}, "has to be restarted"),
     ],
 )
-def test_a_server_that_does_not_fit_is_refused_with_the_flags_to_start_it_with(
-    fake, limits, change, words, tmp_path
-):
-    server = lora_server(fake, **{"max_lora_rank": 32, **(limits or {})})
-    if limits is None:
-        fake.replies["/server_info"] = (200, {"vllm_config": {"model_config": {}, "lora_config": None}})
-    if "root" in change:
-        fake.replies["/v1/models"] = (
-            200,
-            {"data": [{"id": "m", "root": change["root"], "max_model_len": 9}]},
-        )
-    if "label" in change:
-        fake.replies["/weight_info"] = (200, {"weight_version": change["label"]})
-    fake.adapters, fake.paused = change.get("adapters", {}), change.get("paused", False)
+def test_a_server_that_does_not_fit_is_refused_with_the_flags_to_start_it_with(fake, change, words, tmp_path):
+    server = lora_server(fake, max_lora_rank=32)
+    for name, value in change.items():
+        if name.startswith("/"):
+            fake.replies[name] = value
+        else:
+            setattr(fake, name, value)
     with pytest.raises(OptionError, match=words) as caught:
         choose([server], options_of(tmp_path, lora_r=20))
     assert START in str(caught.value) and "--lora_sync merged" in str(caught.value)
@@ -328,7 +315,7 @@ def test_auto_means_adapters_where_every_server_takes_them(fake, capsys, tmp_pat
     assert choose([lora_server(fake)], whole) == "merged"
     assert "--lora_modules_to_save trains more" in capsys.readouterr().out
     with FakeServer() as plain:
-        plain.replies["/server_info"] = (200, {"vllm_config": {"model_config": {}, "lora_config": None}})
+        plain.replies["/server_info"] = told(None)
         assert choose([lora_server(fake), Server(plain.url)], auto) == "merged"
         assert f"{plain.url} runs without LoRA" in capsys.readouterr().out
 
