@@ -173,7 +173,7 @@ def toy(tied=True):
     return model
 
 
-def connected(*servers, timeout=60, device="cpu"):
+def connected(*servers, timeout=20, device="cpu"):
     link = WeightSync(servers, timeout, device)
     link.init()
     return link
