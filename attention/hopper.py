@@ -80,7 +80,7 @@ def forward(query, key, value, output, lse, sinks, plan, scale, window, softcap)
 def backward(
     query, key, value, output, doutput, lse, dlse, dquery, dkey, dvalue, plan, scale, window, softcap
 ) -> tuple:  # fmt: skip
-    """Fills the gradients of q, k and v, alike them. Returns what _fold of tree.py makes of lse and dlse."""
+    """Fills the gradients of q, k and v, alike them. Returns the lse to base 2 and delta, by fold."""
     folded, size = fold(query, key), _padded(query, value)
     folds = query.shape[1] // folded
     factors, constants = _factors(scale, softcap), _constants(query, key, size, folded, window, softcap)

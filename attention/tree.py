@@ -43,7 +43,7 @@ import triton.language as tl
 LARGEST_HEAD = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOG2E = tl.constexpr(1.4426950408889634)
-FOLD_TILE = 128  # rows; every other tile divides it
+LARGEST_TILE = 128  # rows; every other tile divides it
 UNCOUNTED = 2**24  # (tile, block) pairs: rows of up to 370k tokens with two query heads for a K/V head
 PROCESSORS = 132  # of an H100 or H200; others are near enough for the order of work
 
@@ -281,12 +281,14 @@ def gradients(
     with torch.cuda.device_of(query):
         if fast:
             given, found = (query, key, value, output, doutput, lse, dlse), (dquery, dkey, dvalue)
-            lse, delta = fast.backward(*given, *found, *options)  # [F, R padded] each
+            lse, delta = fast.backward(*given, *found, *options)
         else:
-            lse, delta = _folded(output, doutput, lse, dlse, query.shape[1] // key.shape[1])  # the same
+            padded = _padded(len(query) * query.shape[1] // key.shape[1])
+            folded = lse.new_zeros(2, key.shape[1], padded).unbind()
             strided = (query, key, value, doutput)
-            _launch("dq", _backward_query, options, (*strided, dquery), (lse, delta))
-            _launch("dkv", _backward_key, options, (*strided, dkey, dvalue), (lse, delta))
+            _launch("dq", _backward_query, options, (*strided, dquery), (output, lse, dlse, *folded))
+            _launch("dkv", _backward_key, options, (*strided, dkey, dvalue), folded)
+            lse, delta = folded  # to base 2; [F, R padded] each
     dsinks = None
     if sinks is not None:
         sink = sinks.float().view(len(lse), 1, -1) * LOG2E.value  # [F, 1, H / F]
@@ -313,6 +315,10 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if strided and tensor.data_ptr() % 16 == 0 else tensor.contiguous()
 
 
+def _padded(rows: int) -> int:
+    return triton.cdiv(rows, LARGEST_TILE) * LARGEST_TILE
+
+
 def _launch(kind: str, kernel, options: tuple, strided: tuple, plain: tuple) -> None:
     """Runs a kernel: a program per tile ("dkv": block) and K/V head. `strided` tensors: [N, heads, size]."""
     plan, scale, window, softcap = options
@@ -324,7 +330,7 @@ def _launch(kind: str, kernel, options: tuple, strided: tuple, plain: tuple) -> 
     lists = meetings(plan, owner, groups, tile, block, heads // groups, window)
     kernel[(len(lists.work),)](
         *strided, *plain, plan.subtree_end, plan.depth, lists.work, lists.other, length,
-        triton.cdiv(length * heads // groups, FOLD_TILE) * FOLD_TILE, scale, window or 0,
+        _padded(length * heads // groups), scale, window or 0,
         1.0 if softcap is None else softcap,
         *(stride for tensor in strided for stride in tensor.stride()[:2]),
         HEADS=heads, REPEAT=heads // groups, SIZE=size, VALUE_SIZE=value_size,
@@ -349,7 +355,7 @@ def sizes(kind: str, query: torch.Tensor, head: int) -> tuple[int, int, int, int
 
 
 # ---- kernels. Q, K, V, DO and gradients are [N, heads, size] with two strides, OUT [N, H, Dv], LSE [N, H].
-# In the backward LSE, to base 2, and DELTA are [F, R padded].
+# The dQ kernel makes what dK and dV need of every row: the lse to base 2 and delta, [F, R padded].
 
 
 @triton.jit
@@ -458,7 +464,8 @@ def _forward(
 
 @triton.jit(do_not_specialize=["N", "padded", "window"])
 def _backward_query(
-    Q, K, V, DO, DQ, LSE, DELTA, END, DEPTH, WORK, OTHER, N, padded, scale, window, cap,
+    Q, K, V, DO, DQ, OUT, LSE, DLSE, FOLDED_LSE, DELTA, END, DEPTH, WORK, OTHER, N, padded,
+    scale, window, cap,
     q_n, q_h, k_n, k_h, v_n, v_h, do_n, do_h, dq_n, dq_h,
     HEADS: tl.constexpr, REPEAT: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     SIZE_PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
@@ -469,8 +476,14 @@ def _backward_query(
     q = _load(Q, tokens, heads, exist, q_n, q_h, SIZE, SIZE_PADDED)  # [T, D]
     do = _load(DO, tokens, heads, exist, do_n, do_h, VALUE_SIZE, VALUE_PADDED)  # [T, Dv]
     depth_i = tl.load(DEPTH + tokens, exist, 0) if WINDOWED else tokens  # [T]
+    o = _load(OUT, tokens, heads, exist, HEADS * VALUE_SIZE, VALUE_SIZE, VALUE_SIZE, VALUE_PADDED)  # [T, Dv]
+    lse = tl.load(LSE + tokens * HEADS + heads, exist, 0.0) * LOG2E  # [T]
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [T]
+    delta -= tl.load(DLSE + tokens * HEADS + heads, exist, 0.0)
     at_rows = group * padded + tile * TILE + tl.arange(0, TILE)  # [T]
-    lse, delta = tl.load(LSE + at_rows)[:, None], tl.load(DELTA + at_rows)[:, None]  # [T, 1] each
+    tl.store(FOLDED_LSE + at_rows, lse)
+    tl.store(DELTA + at_rows, delta)
+    lse, delta = lse[:, None], delta[:, None]  # [T, 1] each
     dq = tl.zeros([TILE, SIZE_PADDED], tl.float32)  # [T, D]
     for whole in tl.static_range(2):
         for at in range(middle if whole else begin, stop if whole else middle):
@@ -528,35 +541,6 @@ def _backward_key(
             dk = _dot(ds.to(q.dtype), q, dk)
     _store(DK, dk * scale, j, group, j < N, dk_n, dk_h, SIZE, SIZE_PADDED)
     _store(DV, dv, j, group, j < N, dv_n, dv_h, VALUE_SIZE, VALUE_PADDED)
-
-
-@triton.jit(do_not_specialize=["N", "padded"])
-def _fold(
-    OUT, DO, LSE, DLSE, FOLDED_LSE, DELTA, N, padded, do_n, do_h,
-    HEADS: tl.constexpr, REPEAT: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    tile, group = tl.program_id(0), tl.program_id(1)
-    tokens, heads, exist = _rows(tile, group, N, HEADS, REPEAT, TILE)  # [T] each
-    o = _load(OUT, tokens, heads, exist, HEADS * SIZE, SIZE, SIZE, PADDED).to(tl.float32)  # [T, Dv]
-    do = _load(DO, tokens, heads, exist, do_n, do_h, SIZE, PADDED).to(tl.float32)  # [T, Dv]
-    delta = tl.sum(o * do, 1) - tl.load(DLSE + tokens * HEADS + heads, exist, 0.0)  # [T]
-    lse = tl.load(LSE + tokens * HEADS + heads, exist, 0.0) * LOG2E  # [T]
-    at = group * padded + tile * TILE + tl.arange(0, TILE)  # [T]
-    tl.store(FOLDED_LSE + at, lse)
-    tl.store(DELTA + at, delta)
-
-
-def _folded(output, doutput, lse, dlse, fold: int) -> tuple:
-    """log2-sum-exp2 and do . o - dlse by row, `fold` heads a token: [F, R padded with 0] float32 each."""
-    length, heads, size = output.shape
-    tiles = triton.cdiv(length * fold, FOLD_TILE)
-    folded, delta = lse.new_empty(2, heads // fold, tiles * FOLD_TILE)
-    _fold[(tiles, heads // fold)](
-        output, doutput, lse, dlse, folded, delta, length, tiles * FOLD_TILE,
-        *doutput.stride()[:2],
-        HEADS=heads, REPEAT=fold, SIZE=size, PADDED=triton.next_power_of_2(size), TILE=FOLD_TILE,
-    )  # fmt: skip
-    return folded, delta
 
 
 def _unfolded(rows: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
