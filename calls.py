@@ -36,20 +36,16 @@ class Caller:
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
 
-    async def off_loop(self, function, /, **arguments):
-        """Call a task's own function: a coroutine here, anything else on a thread."""
-        if is_async(function):
-            return await function(**arguments)
-        call = functools.partial(function, **arguments)
-        return await asyncio.get_running_loop().run_in_executor(self.threads, call)
-
-    async def timed(self, names, function, /, **arguments):
-        """The same; its seconds are recorded under `names`, if it fails too."""
+    async def run(self, function, metrics=(), /, **arguments):
+        """Call a task's own function, a coroutine here, others on a thread; `metrics` take the seconds."""
         started = time.monotonic()
         try:
-            return await self.off_loop(function, **arguments)
+            if is_async(function):
+                return await function(**arguments)
+            call = functools.partial(function, **arguments)
+            return await asyncio.get_running_loop().run_in_executor(self.threads, call)
         finally:
-            for name in names:
+            for name in metrics:
                 self.record(name, [time.monotonic() - started])
 
     async def answer(self, calls: list[Call], tools: dict, rollout: Rollout) -> list[dict]:
@@ -57,7 +53,7 @@ class Caller:
         self.record("tools/parallel_calls_mean", [len(calls)])
         results = []
         for number, call in enumerate(calls):
-            text, failed = await self._run(call, tools)
+            text, failed = await self._answer(call, tools)
             rollout.tool_call_count += 1
             rollout.tool_failure_count += failed
             results.append(
@@ -65,7 +61,7 @@ class Caller:
             )
         return results
 
-    async def _run(self, call: Call, tools: dict) -> tuple[str, bool]:
+    async def _answer(self, call: Call, tools: dict) -> tuple[str, bool]:
         """What the model is told, and whether the call failed."""
         record, tool = self.record, tools.get(call.name)
         if tool is not None:
@@ -78,7 +74,7 @@ class Caller:
             if call.error is not None:
                 raise ValueError(f"{call.error}: {str(call.arguments)[:SHOWN]}")
             names = "tools/latency_s", f"tools/{call.name}/latency_s"
-            return str(await self.timed(names, tool, **call.arguments)), False
+            return str(await self.run(tool, names, **call.arguments)), False
         except (Exception, SystemExit) as error:
             if tool is not None:
                 record(f"tools/{call.name}/failure_count", 1)

@@ -493,11 +493,11 @@ class RolloutLoop:
         """With an instance to itself. A rollout that runs out of time leaves it: a tool may still run."""
         prompts, row = place.group.prompts, place.group.prompt.row
         where = f"dataset row {place.group.row_index}"
-        name, environment = await self.caller.off_loop(self.environments.take, row=row, where=where)
+        name, environment = await self.caller.run(self.environments.take, row=row, where=where)
         kind = type(environment).__name__
         columns = {column: value for column, value in row.items() if column != "environment"}
         try:
-            text = await self.caller.timed(("env/reset_s",), environment.reset, **columns)
+            text = await self.caller.run(environment.reset, ["env/reset_s"], **columns)
         except Exception as error:
             raise RolloutError(f"{kind}.reset failed on {where}: {type(error).__name__}: {error}") from error
         prompts[place.index] = opened(prompts[place.index], text, where)
@@ -505,7 +505,7 @@ class RolloutLoop:
         scores = hasattr(environment, "get_reward") and (place.group.prefix or not self.options.distills)
         if scores and not rollout.given_up:
             try:
-                reward = await self.caller.timed(("env/reward_s",), environment.get_reward)
+                reward = await self.caller.run(environment.get_reward, ["env/reward_s"])
                 rollout.earned = kind, scoring.as_reward(reward)
             except Exception as error:
                 rollout.earned = kind, self.rewards.failed(kind, f"{kind}.get_reward", error)
