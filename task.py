@@ -171,7 +171,7 @@ def handed_over(functions, what: str, task_name: str) -> list:
         if "<lambda>" in qualname or "<locals>" in qualname:
             raise TypeError(
                 f"{what} {qualname} of task {task_name} is a lambda or closure, which cannot reach the "
-                "rollout process: use a module's function, a partial of one or an instance of its classes"
+                "rollout process: use a module-level function, a partial of one or an instance of a class"
             )
     return functions
 
