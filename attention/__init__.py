@@ -23,8 +23,6 @@ one that sampled. And no layer ever falls back to ordinary attention when the in
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import count
@@ -62,14 +60,45 @@ class Index:
     (tests/test_attention.py::test_an_index_reaches_sharded_layers_itself).
     """
 
-    def __init__(self, length: int, plan, attend: Callable, recurrence, gradients: Callable | None = None):
-        self.length = length  # N
-        self.plan = plan
-        self.attend = attend
-        self.gradients = gradients  # the backward of `attend`, for compiled layers
-        self.recurrence = recurrence  # delta.Plan, for layers that carry a state along
+    def __init__(self, subtree_end, position_ids: torch.Tensor, backend: str = "auto", longest: int = 0):
+        if backend != "auto" and backend not in BACKENDS:
+            known = ", ".join(BACKENDS)
+            raise ValueError(f"attention backend {backend!r} is unknown: choose auto or one of {known}")
+        self.length, self.backend = len(subtree_end), backend  # N
+        self.plan = reference.plan(subtree_end, position_ids, longest)
+        self.recurrence = delta.Plan(subtree_end, position_ids, plain=backend == "reference")
         self.number = torch.tensor(next(_numbers))  # int64, on the CPU
         _indices[int(self.number)] = self
+
+    def module(self, query, key, value, scale, window):
+        """The module of the backend that was asked for, else of the fastest one that does not refuse."""
+        if self.backend != "auto":
+            return _module(self.backend)
+        size = max(query.shape[-1], value.shape[-1])
+        names = next((names for largest, names in FASTEST.items() if size <= largest), ())
+        if query.is_cuda and find_spec("triton"):
+            for module in map(_module, names):
+                if not module.refusal(query, key, value, scale, window):
+                    return module
+        return reference
+
+    def attend(self, query, key, value, scale, window=None, **options):
+        module = self.module(query, key, value, scale, window)
+        return module.attend(query, key, value, self.plan, scale, window=window, **options)
+
+    def gradients(self, doutput, query, key, value, sinks, output, lse, scale, window, softcap) -> tuple:
+        """The backward of `attend` from what it returned, or by a second forward."""
+        module = self.module(query, key, value, scale, window)
+        if hasattr(module, "gradients"):
+            rest = (output, lse, self.plan, scale, window, softcap, sinks)
+            return module.gradients(doutput, query, key, value, *rest)
+        # An operator runs with autograd switched off below it: not here.
+        autograd = torch._C.DispatchKey.AutogradFunctionality
+        with torch._C._SetExcludeDispatchKeyGuard(autograd, False), torch.enable_grad():
+            leaves = [None if x is None else x.detach().requires_grad_() for x in (query, key, value, sinks)]
+            options = dict(window=window, softcap=softcap, sinks=leaves[3])
+            output = module.attend(*leaves[:3], self.plan, scale, **options)
+        return torch.autograd.grad(output, [leaf for leaf in leaves if leaf is not None], doutput)
 
 
 _numbers = count()
@@ -90,62 +119,11 @@ def index(row, backend: str = "auto") -> dict:
     `backend` is one of BACKENDS, which refuses what it cannot do, or "auto": for every layer the fastest one
     that can. ValueError if it is unknown.
     """
-    longest = getattr(row, "max_depth", 0)
-    return {"tree": _index(row.subtree_end, row.position_ids, backend, longest)}
-
-
-def _index(subtree_end, position_ids: torch.Tensor, backend: str = "auto", longest: int = 0) -> Index:
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(
-            f"attention backend {backend!r} is unknown: choose auto or one of {', '.join(BACKENDS)}"
-        )
-    recurrence = delta.Plan(subtree_end, position_ids, plain=backend == "reference")
-    plan = reference.plan(subtree_end, position_ids, longest)
-    if backend == "auto":
-        return Index(len(subtree_end), plan, _attend_fastest, recurrence, _gradients_fastest)
-    module = _module(backend)
-    return Index(len(subtree_end), plan, module.attend, recurrence, _gradients(module))
+    return {"tree": Index(row.subtree_end, row.position_ids, backend, getattr(row, "max_depth", 0))}
 
 
 def _module(backend: str):
     return import_module(f"{__name__}.{BACKENDS[backend]}")
-
-
-def _fastest(query, key, value, scale, window):
-    """The module of the fastest backend that does not refuse."""
-    size = max(query.shape[-1], value.shape[-1])
-    names = next((names for largest, names in FASTEST.items() if size <= largest), ())
-    if query.is_cuda and find_spec("triton"):
-        for module in map(_module, names):
-            if not module.refusal(query, key, value, scale, window):
-                return module
-    return reference
-
-
-def _attend_fastest(query, key, value, plan, scale, window=None, **options):
-    module = _fastest(query, key, value, scale, window)
-    return module.attend(query, key, value, plan, scale, window=window, **options)
-
-
-def _gradients_fastest(doutput, query, key, value, output, lse, plan, scale, window=None, **options):
-    """Backward of `_attend_fastest`."""
-    module = _fastest(query, key, value, scale, window)
-    rest = (output, lse, plan, scale, window)
-    return _gradients(module)(doutput, query, key, value, *rest, **options)
-
-
-def _gradients(module) -> Callable:
-    """The backward of a backend's `attend` from what it returned, or by a second forward."""
-    return getattr(module, "gradients", None) or partial(_differentiated, module.attend)
-
-
-def _differentiated(attend, doutput, query, key, value, output, lse, plan, scale, window, sinks, **options):
-    """An operator runs with autograd switched off below it: not here."""
-    autograd = torch._C.DispatchKey.AutogradFunctionality
-    with torch._C._SetExcludeDispatchKeyGuard(autograd, False), torch.enable_grad():
-        leaves = [None if x is None else x.detach().requires_grad_() for x in (query, key, value, sinks)]
-        output = attend(*leaves[:3], plan, scale, window, sinks=leaves[3], **options)
-    return torch.autograd.grad(output, [leaf for leaf in leaves if leaf is not None], doutput)
 
 
 def tree_attention(
@@ -202,9 +180,7 @@ def tree_attention(
     if compiling:
         output, _ = attend_opaquely(query, key, value, s_aux, tree.number, scale, sliding_window, softcap)
     else:
-        output = tree.attend(
-            query, key, value, tree.plan, scale, window=sliding_window, softcap=softcap, sinks=s_aux
-        )
+        output = tree.attend(query, key, value, scale, sliding_window, softcap=softcap, sinks=s_aux)
     return output[None], None
 
 
@@ -224,8 +200,8 @@ def attend_opaquely(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend` of the index `number` -> output [N, H, Dv], log-sum-exp [N, H] float32."""
     index = _find(number, query)
-    options = {"window": window, "softcap": softcap, "sinks": sinks, "with_lse": True}
-    output, lse = index.attend(query, key, value, index.plan, scale, **options)
+    options = {"softcap": softcap, "sinks": sinks, "with_lse": True}
+    output, lse = index.attend(query, key, value, scale, window, **options)
     return output, lse.float()
 
 
@@ -251,8 +227,7 @@ def _attend_backward(
 ) -> list[torch.Tensor]:
     """Gradients by query, key, value, and sinks where there are some."""
     index = _find(number, query)
-    rest = (output, lse, index.plan, scale, window)
-    found = index.gradients(doutput, query, key, value, *rest, softcap=softcap, sinks=sinks)
+    found = index.gradients(doutput, query, key, value, sinks, output, lse, scale, window, softcap)
     return [gradient.contiguous() for gradient in found if gradient is not None]
 
 
@@ -351,15 +326,16 @@ def _hidden(model, backend, ids, depth, subtree_end, calls=None) -> torch.Tensor
     """Hidden states [N, E] (logits [N, V] of a model with a head); notes the attention calls in `calls`."""
     device = next(model.parameters()).device
     ids, depth = torch.tensor(ids, device=device), torch.tensor(depth, device=device)  # [N], [N]
-    tree = _index(torch.tensor(subtree_end, dtype=torch.int32, device=device), depth, backend)
+    tree = Index(torch.tensor(subtree_end, dtype=torch.int32, device=device), depth, backend)
+    if calls is not None:
+        attend = tree.attend
 
-    def noting(query, *args, window, **options):
-        if calls is not None:
+        def noting(query, key, value, scale, window=None, **options):
             calls.append((window, query.dtype))
-        return tree.attend(query, *args, window=window, **options)
+            return attend(query, key, value, scale, window, **options)
 
-    kwargs = {"tree": Index(tree.length, tree.plan, noting, tree.recurrence)}
-    output = model(input_ids=ids[None], position_ids=depth[None], use_cache=False, **kwargs)
+        tree.attend = noting
+    output = model(input_ids=ids[None], position_ids=depth[None], use_cache=False, tree=tree)
     hidden = getattr(output, "last_hidden_state", None)
     return (output.logits if hidden is None else hidden)[0]
 

@@ -32,8 +32,7 @@ def attend(query, key, value, plan, scale, window=None, softcap=None, sinks=None
         raise ValueError(f"the flash attention backend {reason}: choose another")
     from flash_attn.cute import flash_attn_func
 
-    if window is not None and window >= plan.longest:
-        window = None
+    window = plan.effective(window)
     rule = _rule(window is not None)
     size = query.shape[2]
     block, tile = 128 if size <= 128 else 64, 128 if size <= 64 else 64  # of keys; of the backward

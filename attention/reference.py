@@ -56,6 +56,12 @@ class Plan:
     masks: dict = field(default_factory=dict)  # (window, dtype) -> one [B, C] additive mask per block
     meetings: dict = field(default_factory=dict)  # of the kernels: see tree.py and flash.py
 
+    def effective(self, window: int | None) -> int | None:
+        """None where no path is longer than the window: such layers share what the full ones have."""
+        if window is not None and window < 1:
+            raise ValueError(f"sliding_window must be at least 1, not {window}")
+        return None if window is None or window >= self.longest else window
+
 
 def plan(subtree_end: torch.Tensor, depth: torch.Tensor, longest: int = 0) -> Plan:
     """The row's plan from `subtree_end` [N] int32 and `depth` [N] int64 (position in the sample).
@@ -75,7 +81,7 @@ def attend(query, key, value, plan: Plan, scale, window=None, softcap=None, sink
     value (as in GPT-OSS). Returns the output [N, H, D]; with `with_lse` also the natural log-sum-exp [N, H],
     float32 or better, sink included.
     """
-    window = _effective_window(plan, window)
+    window = plan.effective(window)
     blocks = _blocks(plan, window)
     options = dict(scale=scale, softcap=softcap, sinks=sinks, with_lse=with_lse)
     if sum((block.end - block.start) * len(block.keys) for block in blocks) > KEPT_PAIRS:
@@ -91,15 +97,6 @@ def attend(query, key, value, plan: Plan, scale, window=None, softcap=None, sink
         results = [_attend_block(*tensors, **options) for tensors in parts]
     output = torch.cat([output for output, _ in results])  # [N, H, D]
     return (output, torch.cat([lse for _, lse in results])) if with_lse else output  # lse [N, H]
-
-
-def _effective_window(plan: Plan, window: int | None) -> int | None:
-    """None where no path is longer than the window: such layers share the blocks of the full ones."""
-    if window is None:
-        return None
-    if window < 1:
-        raise ValueError(f"sliding_window must be at least 1, not {window}")
-    return None if window >= plan.longest else window
 
 
 def _blocks(plan: Plan, window: int | None) -> list[Block]:

@@ -70,11 +70,9 @@ def attend(query, key, value, plan, scale, window=None, softcap=None, sinks=None
     reason = refusal(query, key, value, scale, window)
     if reason:
         raise ValueError(f"the triton attention backend {reason}: choose the reference backend")
-    if window is not None and window >= plan.longest:
-        window = None
     rows = [_dense(tensor) for tensor in (query, key, value)]
     with torch.cuda.device_of(query):
-        output, lse = _Attention.apply(*rows, sinks, plan, float(scale), window, softcap)
+        output, lse = _Attention.apply(*rows, sinks, plan, float(scale), plan.effective(window), softcap)
     return (output, lse) if with_lse else output
 
 
@@ -271,10 +269,8 @@ def gradients(
     doutput, query, key, value, output, lse, plan, scale, window=None, softcap=None, sinks=None, dlse=None
 ):
     """The backward of `attend` from what it returned: d query, d key, d value, d sinks (None without)."""
-    if window is not None and window >= plan.longest:
-        window = None
     doutput, query, key, value = (_dense(tensor) for tensor in (doutput, query, key, value))
-    options = (plan, scale, window, softcap)
+    options = (plan, scale, plan.effective(window), softcap)
     dquery, dkey, dvalue = (torch.empty_like(tensor) for tensor in (query, key, value))
     dlse = torch.zeros_like(lse) if dlse is None else dlse.contiguous()
     fast = _hopper(query, value)

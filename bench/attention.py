@@ -189,8 +189,8 @@ def flex(options, row, scale):
 
 
 def tree(backend, row, scale):
-    index = attention._index(row.subtree_end, row.depth, backend)
-    return lambda q, k, v: index.attend(q, k, v, index.plan, scale)
+    index = attention.Index(row.subtree_end, row.depth, backend)
+    return lambda q, k, v: index.attend(q, k, v, scale)
 
 
 METHODS = {
@@ -284,8 +284,8 @@ def memory(heads) -> float:
 def lists(heads) -> float:
     """Milliseconds of the host from a row's two arrays to the lists of its forward and backward."""
     row = layout(ROWS["plain"])
-    index, tensors = attention._index(row.subtree_end, row.depth, "triton"), inputs(row, heads)
-    index.attend(*tensors, index.plan, 1.0).sum().backward()
+    index, tensors = attention.Index(row.subtree_end, row.depth, "triton"), inputs(row, heads)
+    index.attend(*tensors, 1.0).sum().backward()
     times = []
     for _ in range(20):
         torch.cuda.synchronize()

@@ -34,7 +34,7 @@ SHARING = [name for name in ROWS if name != "plain"]
 
 
 def tree_of(row, plain: bool = False) -> dict:
-    return {"tree": attention._index(row.subtree_end, row.depth, "reference" if plain else "auto")}
+    return {"tree": attention.Index(row.subtree_end, row.depth, "reference" if plain else "auto")}
 
 
 def fla_rule(starts):

@@ -433,14 +433,14 @@ def test_the_operator_of_compiled_layers_has_the_gradients_of_the_kernels(tree):
     torch.manual_seed(0)
     q, k, v = (torch.randn(70, heads, 16, device=DEVICE) for heads in (4, 2, 2))
     sinks, gradient = torch.randn(4, device=DEVICE), torch.randn(70, 4, 16, device=DEVICE)
-    index = attention._index(end.to(DEVICE), depth.to(DEVICE), "triton")
+    index = attention.Index(end.to(DEVICE), depth.to(DEVICE), "triton")
     results = []
     for operator in (False, True):
         leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
         if operator:
             out, _ = attention.attend_opaquely(*leaves, index.number, 0.25, 9, None)
         else:
-            out = index.attend(*leaves[:3], index.plan, 0.25, window=9, sinks=leaves[3])
+            out = index.attend(*leaves[:3], 0.25, window=9, sinks=leaves[3])
         results.append([out, *torch.autograd.grad(out, leaves, gradient)])
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
@@ -720,7 +720,7 @@ def test_the_operator_refuses_a_row_that_is_not_its_indexs():
     q = torch.zeros(3, 4, 8)
     with pytest.raises(RuntimeError, match="keep it until the backward has ended"):
         attention.attend_opaquely(q, q, q, None, torch.tensor(-1), 1.0, None, None)
-    index = attention._index(torch.tensor([2, 2], dtype=torch.int32), torch.tensor([0, 1]))
+    index = attention.Index(torch.tensor([2, 2], dtype=torch.int32), torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="3 tokens came with an index of 2"):
         attention.attend_opaquely(q, q, q, None, index.number, 1.0, None, None)
 
@@ -851,9 +851,10 @@ def test_auto_takes_the_fastest_backend_that_does_not_refuse(device, size, refus
 
     monkeypatch.setattr(attention, "_module", backend)
     monkeypatch.setattr(attention, "find_spec", lambda name: True)
+    index = attention.Index(torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.long))
     monkeypatch.setattr(attention, "reference", backend("reference"))
     query = SimpleNamespace(is_cuda=device == "cuda", shape=(5, 4, size))
-    assert attention._fastest(query, query, query, 1.0, None).attend() == chosen
+    assert index.module(query, query, query, 1.0, None).attend() == chosen
 
 
 def test_unknown_backend_is_refused():
