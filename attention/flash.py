@@ -39,9 +39,9 @@ def attend(query, key, value, plan, scale, window=None, softcap=None, sinks=None
     output, lse = flash_attn_func(
         query[None], key[None], value[None],
         softmax_scale=scale, softcap=softcap or 0.0, learnable_sink=sinks, return_lse=with_lse,
-        mask_mod=rule, aux_tensors=_facts(plan, window),
-        block_sparse_tensors=_lists(plan, "tile", TILE, block, window),
-        block_sparse_tensors_bwd=_lists(plan, "block", tile, block, window),
+        mask_mod=rule, aux_tensors=plan(_facts, window),
+        block_sparse_tensors=plan(_lists, "tile", TILE, block, window),
+        block_sparse_tensors_bwd=plan(_lists, "block", tile, block, window),
     )  # fmt: skip
     return (output[0], lse[0].T) if with_lse else output[0]
 
@@ -92,22 +92,16 @@ def _rule(windowed: bool):
 
 def _facts(plan, window) -> list:
     """[subtree_end] or [subtree_end, depth, depth + window], int32 and 0 up to the end of the last tile."""
-    if ("facts", window) not in plan.meetings:
-        facts = [plan.subtree_end] + ([] if window is None else [plan.depth, plan.depth + window])
-        fill = -len(plan.depth) % TILE
-        plan.meetings["facts", window] = [F.pad(fact, (0, fill)) for fact in facts]
-    return plan.meetings["facts", window]
+    facts = [plan.subtree_end] + ([] if window is None else [plan.depth, plan.depth + window])
+    return [F.pad(fact, (0, -len(plan.depth) % TILE)) for fact in facts]
 
 
 def _lists(plan, owner, tile, block, window):
     """tree.meetings as flash-attn-4 takes them."""
-    name = ("flash", owner, tile, block, window)
-    if name not in plan.meetings:
-        from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-        columns = _columns(tree.meetings(plan, owner, 1, tile, block, 1, window))
-        plan.meetings[name] = BlockSparseTensorsTorch(*columns, block_size=(tile, block))
-    return plan.meetings[name]
+    columns = _columns(tree.meetings(plan, owner, 1, tile, block, 1, window))
+    return BlockSparseTensorsTorch(*columns, block_size=(tile, block))
 
 
 def _columns(meetings) -> list:

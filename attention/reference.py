@@ -51,10 +51,14 @@ class Plan:
     subtree_end: torch.Tensor  # [N] int32
     depth: torch.Tensor  # [N] int32
     longest: int  # tokens of the row's longest path
-    blocks: dict = field(default_factory=dict)  # window -> list of Block
-    keys: dict = field(default_factory=dict)  # window -> [T] int64, the keys of all blocks
-    masks: dict = field(default_factory=dict)  # (window, dtype) -> one [B, C] additive mask per block
-    meetings: dict = field(default_factory=dict)  # of the kernels: see tree.py and flash.py
+    made: dict = field(default_factory=dict)
+
+    def __call__(self, make, *arguments):
+        """`make(plan, *arguments)`, once per row."""
+        key = (make, *arguments)
+        if key not in self.made:
+            self.made[key] = make(self, *arguments)
+        return self.made[key]
 
     def effective(self, window: int | None) -> int | None:
         """None where no path is longer than the window: such layers share what the full ones have."""
@@ -82,7 +86,7 @@ def attend(query, key, value, plan: Plan, scale, window=None, softcap=None, sink
     float32 or better, sink included.
     """
     window = plan.effective(window)
-    blocks = _blocks(plan, window)
+    blocks, seen = plan(_blocks, window)
     options = dict(scale=scale, softcap=softcap, sinks=sinks, with_lse=with_lse)
     if sum((block.end - block.start) * len(block.keys) for block in blocks) > KEPT_PAIRS:
         results = [_recomputed_block(query, key, value, plan, block, window, options) for block in blocks]
@@ -90,19 +94,17 @@ def attend(query, key, value, plan: Plan, scale, window=None, softcap=None, sink
         # One gather for the row: its backward is one scatter, that of a slice per block one per block.
         queries = query.split([block.end - block.start for block in blocks])  # [B, H, D] each
         counts = [len(block.keys) for block in blocks]
-        keys = key.index_select(0, plan.keys[window]).split(counts)  # [C, G, D] each
-        values = value.index_select(0, plan.keys[window]).split(counts)  # [C, G, D] each
-        masks = _masks(plan, blocks, window, query.dtype)  # [B, C] each
+        keys = key.index_select(0, seen).split(counts)  # [C, G, D] each
+        values = value.index_select(0, seen).split(counts)  # [C, G, D] each
+        masks = plan(_masks, window, query.dtype)  # [B, C] each
         parts = zip(queries, keys, values, masks, strict=True)
         results = [_attend_block(*tensors, **options) for tensors in parts]
     output = torch.cat([output for output, _ in results])  # [N, H, D]
     return (output, torch.cat([lse for _, lse in results])) if with_lse else output  # lse [N, H]
 
 
-def _blocks(plan: Plan, window: int | None) -> list[Block]:
-    """Cuts the row's queries into blocks and finds each one's keys (numpy, once per row and window)."""
-    if window in plan.blocks:
-        return plan.blocks[window]
+def _blocks(plan: Plan, window: int | None) -> tuple[list[Block], torch.Tensor]:
+    """Cuts the row's queries into blocks, in numpy, and finds each one's keys; those of all blocks [T]."""
     subtree_end, depth = plan.subtree_end.cpu().numpy(), plan.depth.cpu().numpy()  # [N], [N]
     roots = np.flatnonzero(depth == 0)
     spans, keys, start = [], [], 0
@@ -118,10 +120,9 @@ def _blocks(plan: Plan, window: int | None) -> list[Block]:
         keys.append(first + np.flatnonzero(seen))  # [C]
         spans.append((start, end))
         start = end
-    plan.keys[window] = torch.from_numpy(np.concatenate(keys)).to(plan.depth.device)  # [T]
-    parts = plan.keys[window].split([len(part) for part in keys])  # [C] each
-    plan.blocks[window] = [Block(*span, part) for span, part in zip(spans, parts, strict=True)]
-    return plan.blocks[window]
+    together = torch.from_numpy(np.concatenate(keys)).to(plan.depth.device)  # [T] int64
+    parts = together.split([len(part) for part in keys])  # [C] each
+    return [Block(*span, part) for span, part in zip(spans, parts, strict=True)], together
 
 
 def _mask(plan: Plan, block: Block, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -133,11 +134,9 @@ def _mask(plan: Plan, block: Block, window: int | None, dtype: torch.dtype) -> t
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
-def _masks(plan: Plan, blocks: list[Block], window: int | None, dtype: torch.dtype) -> list[torch.Tensor]:
+def _masks(plan: Plan, window: int | None, dtype: torch.dtype) -> list[torch.Tensor]:
     # Additive, in the scores' dtype: SDPA would make and keep such a copy of a boolean mask in every layer.
-    if (window, dtype) not in plan.masks:
-        plan.masks[window, dtype] = [_mask(plan, block, window, dtype) for block in blocks]
-    return plan.masks[window, dtype]
+    return [_mask(plan, block, window, dtype) for block in plan(_blocks, window)[0]]
 
 
 def _recomputed_block(query, key, value, plan, block, window, options):

@@ -103,10 +103,7 @@ def meetings(plan, owner, heads, tile, block, repeat, window) -> Meetings:
     on the device of the plan in O(N + P) memory, once for all layers that ask the same. The host waits for P
     only in rows so long that room for every pair would be more than `UNCOUNTED`.
     """
-    name = (owner, heads, tile, block, repeat, window)
-    if name not in plan.meetings:
-        plan.meetings[name] = _find_meetings(plan, *name)
-    return plan.meetings[name]
+    return plan(_find_meetings, owner, heads, tile, block, repeat, window)
 
 
 def _find_meetings(plan, owner, heads, tile, block, repeat, window) -> Meetings:
