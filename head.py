@@ -271,9 +271,10 @@ def _score_chunk(y, chunk: Chunk, asked: Request, operand: torch.dtype | None):
     slot = asked.slot[chunk.terms] - chunk.positions.start  # int64 [m]
     z = picked(y, slot[:, None], asked.ids[chunk.terms], asked)  # [m, J]
     normaliser, logit = lse[slot][:, None], z.view(-1)  # [m, 1], [m J]
-    if asked.support is not None:
-        candidate, term, bounds, restricted = part_of(asked.support, chunk)
-        z_set = picked(y, slot[term], candidate, asked)  # [c]
+    if support := asked.support:
+        bounds = support.offsets[chunk.terms.start : chunk.terms.stop + 1] - chunk.candidates.start  # [m + 1]
+        term, restricted = support.term[chunk.candidates] - chunk.terms.start, support.restricted[chunk.terms]
+        z_set = picked(y, slot[term], support.ids[chunk.candidates], asked)  # [c]
         lse_set, p_set = segment_softmax(z_set, term, bounds)  # [m], [c]
         normaliser = torch.where(restricted, lse_set[:, None], normaliser)  # [m, J]
         logit = torch.cat([logit, z_set])  # [m J + c]
@@ -283,7 +284,7 @@ def _score_chunk(y, chunk: Chunk, asked: Request, operand: torch.dtype | None):
         return stats, None
 
     value, whole = k.reshape(-1), k  # [m J], [m, J]
-    if asked.support is not None:
+    if support:
         value = torch.cat([value, -p_set * torch.where(restricted, k, 0.0).sum(1)[term]])  # [m J + c]
         whole = torch.where(restricted, 0.0, k)
     bounds = asked.first[chunk.positions.start : chunk.positions.stop + 1] - chunk.terms.start  # [R + 1]
@@ -309,13 +310,6 @@ def picked(y, row, ids, asked: Request) -> torch.Tensor:
     """z at (row, id) pairs of the products y"""
     head = asked.head
     return transformed(y[row, ids], None if head.bias is None else head.bias[ids], head, asked.temperature)
-
-
-def part_of(support: Support, chunk: Chunk):
-    """ids [c] and whose they are [c], where each term's begin [m + 1], which ids they normalise [m, J]"""
-    bounds = support.offsets[chunk.terms.start : chunk.terms.stop + 1] - chunk.candidates.start
-    term = support.term[chunk.candidates] - chunk.terms.start
-    return support.ids[chunk.candidates], term, bounds, support.restricted[chunk.terms]
 
 
 def segment_sum(values, bounds):
