@@ -210,9 +210,9 @@ def test_held_out_prompts_are_rewarded_one_rollout_each(model):
         options = distilled(model, fake, "rollout_tasks:lengths", teachers={"only": teacher}, **held_out)
         with Run(options) as run:
             run.until(lambda: run.metrics().get("eval/version") == [1])
-            values = run.metrics()
+            values, group = run.metrics(), run.groups(1)[0]
     assert values["eval/reward"] == values["eval/pass@1"] == [0.0] * 3
-    assert "reward" not in values and all(sample.teacher_id == "only" for sample in run.groups()[0].samples)
+    assert "reward" not in values and all(sample.teacher_id == "only" for sample in group.samples)
 
 
 def test_a_sample_without_any_signal_is_not_sent(model):
