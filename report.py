@@ -290,7 +290,8 @@ svg { display: block; width: 100%; margin-top: 6px; }
 text { fill: var(--soft); font-size: 11px; }
 path { fill: none; stroke: var(--rule); }
 .line { stroke: var(--c); stroke-width: 2; stroke-linecap: round; stroke-linejoin: round; }
-.key { margin-right: 14px; border-left: 10px solid var(--c); padding-left: 5px; }
+.key { display: inline-block; margin-right: 14px; border-left: 10px solid var(--c); padding-left: 5px;
+    overflow-wrap: anywhere; }
 .c0 { --c: #3b82f6; } .c1 { --c: #e8703a; } .c2 { --c: #22a876; }
 .c3 { --c: #9061d8; } .c4 { --c: #c89a1e; } .c5 { --c: #dd5570; }
 """

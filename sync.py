@@ -7,13 +7,20 @@ place.
 
 The routes and the byte stream are vLLM's (0.26 and later, or serve.py). The stream is a pure function of
 (names, dtypes, shapes, buffer size), so it carries no headers: both ends cut it with `packed_chunks`. What
-differs between servers is the communicator: NCCL between GPUs, gloo between CPUs and wherever
-trainer and server share a GPU, which NCCL refuses. At most two chunks exist at a time, of 256 MiB and a
-tensor each; the first two are made before anything is paused.
+differs between servers is the communicator: NCCL between GPUs, gloo between CPUs and to the embedded server.
+At most two chunks exist at a time, of 256 MiB and a tensor each; the first two are made before anything is
+paused.
 
-An update that fails is an error that says what its server holds now and what to do (`ADVICE`). A server with
-half an update must not be resumed by hand, that kills vLLM; after a tensor of a wrong shape it takes no more
-updates and has to be restarted.
+An update that fails leaves one server in one of these states. The error names it:
+
+    step             the server holds              what to do
+    the rendezvous   what it held                  mend what the text says, start the run again
+    the pause        what it held, maybe paused    start the run again: it sends everything, then resumes
+    the start        what it held, paused          the same
+    the update       half an update, paused        the same, and never resume it by hand: that kills vLLM.
+                                                   After a wrong shape it takes no update: restart it
+    the finish       perhaps half an update        as for the update
+    the resume       the new version, paused       POST /resume, or start the run again
 
 With several servers the run goes on without one that failed: its requests go to the others (rollout.py), and
 once it answers again it joins a new group and is part of the next update. The run stops when none is left,
