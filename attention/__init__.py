@@ -65,8 +65,7 @@ class Index:
             known = ", ".join(BACKENDS)
             raise ValueError(f"attention backend {backend!r} is unknown: choose auto or one of {known}")
         self.length, self.backend = len(subtree_end), backend  # N
-        self.plan = reference.plan(subtree_end, position_ids, longest)
-        self.recurrence = delta.Plan(subtree_end, position_ids, plain=backend == "reference")
+        self.plan = reference.plan(subtree_end, position_ids, longest, plain=backend == "reference")
         self.number = torch.tensor(next(_numbers))  # int64, on the CPU
         _indices[int(self.number)] = self
 

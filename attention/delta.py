@@ -25,7 +25,7 @@ channels, G query/key heads, H value heads (H / G neighbours share one of those)
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
 from attention import delta_kernels
+from attention.reference import Plan
 
 CHUNK = 64  # tokens, of the PyTorch engine
 CONVOLUTION, RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"  # names in the modelling modules
@@ -45,33 +46,15 @@ CONVOLUTION, RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"  # names 
 
 
 @dataclass(eq=False)
-class Plan:
-    """What all recurrent layers of a row share; made when the first of them asks."""
-
-    subtree_end: torch.Tensor  # [N] int32
-    depth: torch.Tensor  # [N] int64
-    plain: bool  # the PyTorch engine, also where kernels could run
-    made: dict = field(default_factory=dict)
-
-    def __call__(self, make, *arguments):
-        """`make(segments, device, *arguments)`, once per row."""
-        if not self.made:
-            self.made[None] = _segments(self.subtree_end.cpu().numpy(), self.depth.cpu().numpy())
-        key = (make, *arguments)
-        if key not in self.made:
-            self.made[key] = make(self.made[None], self.depth.device, *arguments)
-        return self.made[key]
-
-
-@dataclass
 class Segments:
     start: np.ndarray  # [S+1]
     parent: np.ndarray  # [S], -1 = root
     level: np.ndarray  # [S], branches above
 
 
-def _segments(subtree_end, depth) -> Segments:
-    """Cuts the row (numpy [N], [N]) where a token does not follow, as an only child, the one before it."""
+def _segments(plan: Plan) -> Segments:
+    """Cuts the row where a token does not follow, as an only child, the one before it."""
+    subtree_end, depth = plan.subtree_end.cpu().numpy(), plan.depth.cpu().numpy()  # [N], [N]
     follows = (depth[1:] == depth[:-1] + 1) & (subtree_end[1:] == subtree_end[:-1])  # [N-1]
     start = np.flatnonzero(np.append(True, ~follows))  # [S]
     bounds = np.append(start, len(depth))  # [S+1]
@@ -104,19 +87,24 @@ def convolve(x, weight, bias, activation, plan: Plan):
     return (ACT2FN[activation](y) if activation else y).to(x.dtype)
 
 
-def _ancestors(segments: Segments, device, width: int) -> torch.Tensor:
+def _ancestors(plan: Plan, width: int) -> torch.Tensor:
+    return torch.from_numpy(plan(_paths, width)).to(plan.depth.device)
+
+
+def _paths(plan: Plan, width: int) -> np.ndarray:
     """[W-1, N] int32: the tokens 1, 2, ... back on every token's path, -1 past the root."""
+    segments = plan(_segments)
     parent = np.arange(-1, segments.start[-1] - 1, dtype=np.int32)  # [N]
     parent[segments.start[:-1]] = np.where(segments.parent < 0, -1, segments.start[segments.parent + 1] - 1)
     back = [parent]
     for _ in range(width - 2):
         back.append(np.where(back[-1] < 0, -1, parent[back[-1]]))
-    return torch.from_numpy(np.stack(back)).to(device)
+    return np.stack(back)
 
 
-def _forks(segments: Segments, device, width: int) -> tuple:
+def _forks(plan: Plan, width: int) -> tuple:
     """Tokens less than W in front of a branch, and all descendants that see them (Convolve's `forks`)."""
-    back = _ancestors(segments, "cpu", width).numpy()
+    back = plan(_paths, width)
     tokens = np.arange(back.shape[1], dtype=np.int32)
     above = np.concatenate([tokens, *back])  # of (distance, token)
     below, distance = np.tile(tokens, width), np.repeat(np.arange(width, dtype=np.int32), len(tokens))
@@ -127,14 +115,15 @@ def _forks(segments: Segments, device, width: int) -> tuple:
     listed = listed[np.argsort(above[listed], kind="stable")]
     starts = np.searchsorted(above[listed], np.append(forks, len(tokens))).astype(np.int32)
     arrays = forks, starts, below[listed], distance[listed]
-    return tuple(torch.from_numpy(array).to(device) for array in arrays)
+    return tuple(torch.from_numpy(array).to(plan.depth.device) for array in arrays)
 
 
 # ---- the rule, plain PyTorch
 
 
-def _chunks(segments: Segments, device) -> SimpleNamespace:
+def _chunks(plan: Plan) -> SimpleNamespace:
     """Every segment cut into chunks; they are ordered by step, their depth in chunks."""
+    segments = plan(_segments)
     sizes = np.diff(segments.start)  # [S]
     length = min(CHUNK, sizes.max())  # C
     parts = -(-sizes // length)  # [S]
@@ -154,7 +143,7 @@ def _chunks(segments: Segments, device) -> SimpleNamespace:
     starts = np.append(0, np.cumsum(counts))
     entry = [place[parent[order[a:b]]] - z for z, a, b in zip(starts, starts[1:], starts[2:], strict=False)]
     back = np.argsort(tokens[order], axis=None, kind="stable")[: segments.start[-1]]  # [N]
-    on = lambda array: torch.from_numpy(array).to(device)  # noqa: E731
+    on = lambda array: torch.from_numpy(array).to(plan.depth.device)  # noqa: E731
     return SimpleNamespace(
         tokens=on(tokens[order]),  # [P, C]
         counts=counts.tolist(),  # chunks of each step
@@ -205,7 +194,7 @@ def recur(q, k, v, g, beta, normalise: bool, plan: Plan):
     q is scaled by K^-1/2, after q and k are divided by their length where `normalise` asks for it.
     """
     if normalise and not plan.plain and delta_kernels.usable(v) and q.shape[2] <= 256:
-        return delta_kernels.recur(q, k, v, g, beta, plan(delta_kernels.layout_of))
+        return delta_kernels.recur(q, k, v, g, beta, plan(delta_kernels.layout_of, plan(_segments)))
     exact = torch.promote_types(v.dtype, torch.float32)
     with torch.autocast(v.device.type, enabled=False):
         q, k, v_exact, g, beta = (x.to(exact) for x in (q, k, v, g, beta))
@@ -265,7 +254,7 @@ def _rule_of(function):
 def _convolve_row(tree, others: dict, x, weight, bias, activation):
     """`x` [1, E, N] -> [1, E, N]."""
     _require(tree, x.shape[0], x.shape[2], others)
-    return convolve(x.squeeze(0).mT, weight, bias, activation, tree.recurrence).mT[None]
+    return convolve(x.squeeze(0).mT, weight, bias, activation, tree.plan).mT[None]
 
 
 @torch.compiler.disable
@@ -273,7 +262,7 @@ def _recur_row(tree, others: dict, query, key, value, g, beta, normalise: bool):
     """`query`, `key` [1, N, G, K], `value` [1, N, H, V], `g`, `beta` [1, N, H] -> [1, N, H, V]."""
     _require(tree, value.shape[0], value.shape[1], others)
     rows = (x.squeeze(0) for x in (query, key, value, g, beta))
-    return recur(*rows, normalise, tree.recurrence)[None]
+    return recur(*rows, normalise, tree.plan)[None]
 
 
 def _require(tree, batch: int, length: int, others: dict) -> None:

@@ -88,7 +88,7 @@ def usable(x) -> bool:
     return made_for and _fla() is not None and len(x) >= SHORTEST
 
 
-def layout_of(segments, device) -> SimpleNamespace:
+def layout_of(plan, segments) -> SimpleNamespace:
     """The row as the kernels take it: segments are sequences of their own, and levels say what follows what.
 
     The kernels that pass states along read the start and the end of sequence i at [i] and [i+1], so those of
@@ -117,7 +117,9 @@ def layout_of(segments, device) -> SimpleNamespace:
         slot[listed[::-1]] = np.arange(slots)[::-1]  # the segment itself, not the gap behind it
     # One copy to the device. Each array starts at a multiple of 16 bytes: kernels are compiled per alignment.
     padded = [np.pad(array.ravel(), (0, array.size % 2)) for array in arrays]
-    parts_ = torch.from_numpy(np.concatenate(padded)).to(device).split([array.size for array in padded])
+    parts_ = (
+        torch.from_numpy(np.concatenate(padded)).to(plan.depth.device).split([array.size for array in padded])
+    )
     start, chunks, *rest = (part[: array.size] for part, array in zip(parts_, arrays, strict=True))
     levels = [
         SimpleNamespace(bounds=bounds, chunk=chunk, parent=parent, children=children)

@@ -51,6 +51,7 @@ class Plan:
     subtree_end: torch.Tensor  # [N] int32
     depth: torch.Tensor  # [N] int32
     longest: int  # tokens of the row's longest path
+    plain: bool  # plain PyTorch, also where kernels for recurrent layers could run
     made: dict = field(default_factory=dict)
 
     def __call__(self, make, *arguments):
@@ -67,14 +68,14 @@ class Plan:
         return None if window is None or window >= self.longest else window
 
 
-def plan(subtree_end: torch.Tensor, depth: torch.Tensor, longest: int = 0) -> Plan:
+def plan(subtree_end: torch.Tensor, depth: torch.Tensor, longest: int = 0, plain: bool = False) -> Plan:
     """The row's plan from `subtree_end` [N] int32 and `depth` [N] int64 (position in the sample).
 
     `longest`: tokens of the longest path; 0 = read from the device, which the host then waits for.
     """
     # Copies, so that they begin where TMA can read them.
     own = [tensor.to(torch.int32, copy=True).contiguous() for tensor in (subtree_end, depth)]  # [N] each
-    return Plan(*own, longest=longest or int(depth.max()) + 1)
+    return Plan(*own, longest or int(depth.max()) + 1, plain)
 
 
 def attend(query, key, value, plan: Plan, scale, window=None, softcap=None, sinks=None, with_lse=False):

@@ -160,7 +160,7 @@ def errors(row, heads=(16, 32, 128)) -> dict:
         return [output.detach(), *torch.autograd.grad(output, leaves, gradient.to(output.dtype))]
 
     def of_row(plain):
-        plan = tree_of(row, plain)["tree"].recurrence
+        plan = tree_of(row, plain)["tree"].plan
         return lambda *rows: delta.recur(*(x[0] for x in rows), True, plan)[None]
 
     def of_samples(*rows):  # every sample's output counts once, so that the gradients are the row's

@@ -34,7 +34,7 @@ from test_attention import (
 from test_train import ROOT, gradients
 
 import attention
-from attention import delta, delta_kernels
+from attention import delta, delta_kernels, reference
 from flops import row_cost_from_config
 from packing import pack
 from sync import sent_parameters
@@ -73,7 +73,7 @@ def plan_of(parent):
     for token in reversed(range(len(parent))):
         if parent[token] >= 0:
             end[parent[token]] = max(end[parent[token]], end[token])
-    return delta.Plan(torch.tensor(end, dtype=torch.int32), torch.tensor(depth), plain=True)
+    return reference.plan(torch.tensor(end, dtype=torch.int32), torch.tensor(depth), plain=True)
 
 
 def plan_of_row(samples):
@@ -84,7 +84,7 @@ def plan_of_row(samples):
         del path[depth:]
         parent.append(path[-1] if path else -1)
         path.append(token)
-    return delta.Plan(row.subtree_end, row.position_ids, plain=True), parent
+    return reference.plan(row.subtree_end, row.position_ids, plain=True), parent
 
 
 def rule_by_token(q, k, v, g, beta, parent, scale=1.0):
@@ -196,7 +196,8 @@ def test_convolution_follows_the_path_through_segments_of_any_length(samples, wi
 def test_levels_list_every_segment_once(samples):
     """What lets kernels made for sequences walk a trie: levels of neighbours, gaps that hold no token."""
     plan, _ = plan_of_row(samples)
-    layout, segments = plan(delta_kernels.layout_of), plan.made[None]
+    segments = plan(delta._segments)
+    layout = plan(delta_kernels.layout_of, segments)
     seen, above = [], None
     for number, level in enumerate(layout.levels):
         bounds = level.bounds.tolist()
@@ -294,13 +295,13 @@ def on_row_and_on_paths(run, samples, tensors, gradient):
 
     share = torch.bincount(torch.cat(tokens), minlength=len(gradient)).reciprocal()  # [N]
     exact, found = (
-        results(delta.Plan(row.subtree_end, row.position_ids, plain), dtype)
+        results(reference.plan(row.subtree_end, row.position_ids, plain=plain), dtype)
         for plain, dtype in ((True, torch.float64), (False, None))
     )
     apart = [torch.zeros_like(x) for x in exact]
     for at in tokens:
         end = torch.full((len(at),), len(at), dtype=torch.int32, device="cuda")
-        plan = delta.Plan(end, torch.arange(len(at), device="cuda"), False)
+        plan = reference.plan(end, torch.arange(len(at), device="cuda"))
         part = share[at].view(-1, *[1] * (gradient.dim() - 1))
         output, *grads = results(plan, None, at, part)
         apart[0][at] = output
