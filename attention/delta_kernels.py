@@ -117,13 +117,12 @@ def layout_of(plan, segments) -> SimpleNamespace:
         slot[listed[::-1]] = np.arange(slots)[::-1]  # the segment itself, not the gap behind it
     # One copy to the device. Each array starts at a multiple of 16 bytes: kernels are compiled per alignment.
     padded = [np.pad(array.ravel(), (0, array.size % 2)) for array in arrays]
-    parts_ = (
-        torch.from_numpy(np.concatenate(padded)).to(plan.depth.device).split([array.size for array in padded])
-    )
-    start, chunks, *rest = (part[: array.size] for part, array in zip(parts_, arrays, strict=True))
+    moved = torch.from_numpy(np.concatenate(padded)).to(plan.depth.device)
+    moved = zip(moved.split([array.size for array in padded]), arrays, strict=True)
+    start, chunks, *rest = (part[: array.size] for part, array in moved)
+    names = "bounds", "chunk", "parent", "children"
     levels = [
-        SimpleNamespace(bounds=bounds, chunk=chunk, parent=parent, children=children)
-        for bounds, chunk, parent, children in zip(*(rest[i::4] for i in range(4)), strict=True)
+        SimpleNamespace(**dict(zip(names, rest[i : i + 4], strict=True))) for i in range(0, len(rest), 4)
     ]
     return SimpleNamespace(start=start, chunks=chunks.view(-1, 2), levels=levels)
 
