@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from attention import tree
+from attention.meetings import Meetings, meetings
 
 TILE = 128  # tokens of a forward tile; the end of a row is filled up to a multiple of it
 SIZES = (64, 128, 256)  # of heads; at 80, with 16 query heads to a K/V head, its gradients were wrong
@@ -97,20 +98,20 @@ def _facts(plan, window) -> list:
 
 
 def _lists(plan, owner, tile, block, window):
-    """tree.meetings as flash-attn-4 takes them."""
+    """What meets what, as flash-attn-4 takes it."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    columns = _columns(tree.meetings(plan, owner, 1, tile, block, 1, window))
+    columns = _columns(meetings(plan, owner, 1, tile, block, 1, window))
     return BlockSparseTensorsTorch(*columns, block_size=(tile, block))
 
 
-def _columns(meetings) -> list:
+def _columns(lists: Meetings) -> list:
     """Counts [1, 1, owners], indices [1, 1, owners, most] of what takes the mask, then of the rest; int32."""
-    work = meetings.work[meetings.work[:, 0].argsort()]  # [owners, 8]
+    work = lists.work[lists.work[:, 0].argsort()]  # [owners, 8]
     begin, middle, stop = work[:, 2], work[:, 3], work[:, 4]
     columns = []
     for start, count in ((begin, middle - begin), (middle, stop - middle)):
         column = torch.arange(max(1, int(count.max())), device=count.device)
-        at = (start[:, None] + column).clamp(max=len(meetings.other) - 1)  # [owners, most]
-        columns += [count[None, None].contiguous(), meetings.other[at][None, None]]
+        at = (start[:, None] + column).clamp(max=len(lists.other) - 1)  # [owners, most]
+        columns += [count[None, None].contiguous(), lists.other[at][None, None]]
     return columns

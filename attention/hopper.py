@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attention.tree import Meetings, meetings
+from attention.meetings import Meetings, meetings
 
 TILE = 128  # rows of a tile (of dQ and the forward), keys of a block (of dK and dV): 64 for each warp group
 FORWARD_BLOCK, FORWARD_STAGES = 128, 2

@@ -452,7 +452,9 @@ def test_the_operator_of_compiled_layers_has_the_gradients_of_the_kernels(tree):
 def test_kernels_visit_the_blocks_they_need_and_mask_those_that_need_one(
     tree, owner, window, repeat, tile, block, monkeypatch
 ):
-    monkeypatch.setattr(tree, "PROCESSORS", 2)  # else everything in rows so short is longer than a share
+    monkeypatch.setattr(
+        "attention.meetings.PROCESSORS", 2
+    )  # else everything in rows so short is longer than a share
     for seed, (length, turn) in enumerate([(1, 0.0), (50, 0.3), (83, 0.05), (70, 0.6)]):
         end, depth = (x.cpu() for x in random_row(length, seed, turn))
         i = torch.arange(length)
