@@ -163,9 +163,14 @@ class Link:
             on_its_way = chunk, end  # keeps the chunk alive
 
     def until_one_has_left(self) -> None:
-        self.left.acquire()
-        if self.call.done() or self.carrier.done():
+        if not self.over():  # else what the end has released may be used up, and the other thread stuck
+            self.left.acquire()
+        if self.over():
             self.until_over()
+
+    def over(self) -> bool:
+        """Has one of the two threads ended? With chunks to come that is a failure."""
+        return self.call.done() or self.carrier.done()
 
     def complete(self) -> None:
         """Until the server has loaded everything."""

@@ -133,3 +133,33 @@ def test_a_server_that_dies_without_an_answer_is_noticed_by_its_health(monkeypat
         update(link, toy())
     assert time.monotonic() - started < 5
     server.loads_slowly.set()
+
+
+def test_an_answer_that_comes_while_a_chunk_is_packed_is_noticed(monkeypatch):
+    """The broadcasts are stuck then, and the server is in good health: nothing else would tell."""
+    monkeypatch.setattr(links, "LAST_WORDS_S", 0.1)
+    monkeypatch.setattr(stream, "BUFFER_BYTES", 1)
+    server, packing, ended = StandIn(), threading.Event(), threading.Event()
+    link = connected(server)
+    chunks = iter(range(5))
+
+    def answer(info):
+        packing.wait(20)
+        raise ServerError("no such parameter", 500)
+
+    def pack(chunk, pack=link.pack):
+        if next(chunks) == 2:
+            packing.set()
+            time.sleep(0.3)
+        return pack(chunk)
+
+    def broadcast(*chunk):
+        if packing.is_set():
+            ended.wait(20)
+
+    server.update_weights, link.pack, link.links[0].group.broadcast = answer, pack, broadcast
+    started = time.monotonic()
+    with pytest.raises(SyncError, match="the update failed: no such parameter"):
+        update(link, toy(tied=False))
+    assert time.monotonic() - started < 10
+    ended.set()
