@@ -46,7 +46,7 @@ class Turn:
             ranked = [sorted(entries.items(), key=lambda entry: -entry[1]) for entries in self.topk]
             width = max(map(len, ranked), default=0)
             table = [entries + [(-1, -np.inf)] * (width - len(entries)) for entries in ranked]
-            table = np.array(table).reshape(-1, width, 2)
+            table = np.array(table).reshape(len(ranked), width, 2)
             self.topk = table[..., 0], table[..., 1]
 
 

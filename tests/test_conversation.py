@@ -102,6 +102,11 @@ def test_candidates_and_top_lists_stay_with_their_tokens():
     assert sample.topk_logp[2, 1] == np.float32(-0.5)
 
 
+def test_empty_top_lists_are_no_error():
+    (sample,), _ = samples(turn([1, 2], [3], topk=[{}]), turn([1, 2, 3], [], topk=[]))
+    assert sample.topk_ids.shape == (3, 0)
+
+
 def test_sample_carries_the_oldest_version_of_its_own_tokens():
     one, two = samples(
         turn([1], [3, 4], versions=np.array([6, 7], np.int32)),
