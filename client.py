@@ -278,6 +278,17 @@ class Server:
         read = lambda data: list(json.loads(data)["choices"][0]["prompt_token_ids"])  # noqa: E731
         return self._call("POST", "/v1/completions", read, body=body)
 
+    def knows(self, token: int) -> bool:
+        """Has its model this token id? Asked as a bias of 0: as a prompt, an unknown one may kill a vLLM."""
+        body = {"prompt": [0], **NEUTRAL, "max_tokens": 1, "logit_bias": {str(token): 0.0}}
+        try:
+            self._call("POST", "/v1/completions", body=body)
+        except ServerError as error:
+            if error.status != 400:
+                raise
+            return False
+        return True
+
     def _retried(self, body: dict, parse, deadline: float | None = None, give_up=None):
         """parse(choice) of the answer to a completion request: the only retry layer there is."""
 

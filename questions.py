@@ -30,8 +30,11 @@ def needed_logprobs(options: Options) -> int | None:
     return options.num_sampler_logprobs if options.score_centering else 0
 
 
-def check_server(server: Server, options: Options) -> None:
-    """Wait for a server and look whether it fits; OptionError names all that does not, a line each."""
+def check_server(server: Server, options: Options, vocabulary: int | None = None) -> None:
+    """Wait for a server and look whether it fits; OptionError names all that does not, a line each.
+
+    `vocabulary`: ids of the model that is trained; None = none is.
+    """
     server.wait_until_ready()
     served = server.models()[0]
     if served.get("root") != options.model:
@@ -40,6 +43,8 @@ def check_server(server: Server, options: Options) -> None:
     problems = misfits(config, options)
     if not options.rollout_only and served.get("root"):
         problems += other_shape(served["root"], options)
+    if vocabulary and not problems and not server.is_paused():  # a paused one would keep the question
+        problems += other_vocabulary(server, vocabulary)
     if problems:
         raise OptionError("\n".join(f"{server.url} {problem}" for problem in problems))
     for note in remarks(config, options):
@@ -95,13 +100,23 @@ def other_shape(root: str, options: Options) -> list[str]:
     try:
         served, ours = (json.loads(Path(p, "config.json").read_text()) for p in (root, options.model))
     except OSError:
-        return []  # then the first update tells
+        return []  # then `other_vocabulary` and the first update tell
     served, ours = (config.get("text_config", config) for config in (served, ours))
     ours |= options.model_init_kwargs
     names = [name for name in SHAPE if name in served and name in ours and served[name] != ours[name]]
     told = ", ".join(f"{name} {served[name]} (trained: {ours[name]})" for name in names)
     advice = f"start it with {options.model}, or with a model of its shape"
     return [f"serves a model with {told}: {advice}"] if names else []
+
+
+def other_vocabulary(server: Server, size: int) -> list[str]:
+    """Its model must have the trainer's last token id and not the one after it: no configuration tells."""
+    found = []
+    for token, known in ((size - 1, True), (size, False)):
+        if server.knows(token) != known:
+            told = f"{'refuses' if known else 'takes'} token id {token}, but --model has {size} ids"
+            found.append(f"{told}: start it with the model that is trained")
+    return found
 
 
 def remarks(config: dict, options: Options) -> list[str]:

@@ -188,15 +188,15 @@ def start_embedded(options: Options, ranks: Ranks, ends: ExitStack) -> Popen:
     return process
 
 
-def reach_servers(options: Options, embedded: Popen | None) -> list[Server]:
-    """The servers, up and fit for what the options ask. OptionError with what to do."""
+def reach_servers(options: Options, embedded: Popen | None, vocabulary: int | None = None) -> list[Server]:
+    """The servers, up and fit for what the options and the trained model ask. OptionError with what to do."""
     urls = options.vllm_server_base_url
     if embedded:
         urls = [serve.wait_for_url(embedded, options.vllm_server_timeout)]
     servers = [Server(url, options.vllm_server_timeout) for url in urls]
     for server in servers:
         try:
-            check_server(server, options)
+            check_server(server, options, vocabulary)
         except ServerError as error:
             raise OptionError(str(error)) from error
     if not embedded:

@@ -413,9 +413,10 @@ def begin(options: Options, rollouts, sync, ends: ExitStack) -> Run:
     model, tokenizer = start.load_model(options, ranks)
     optimizer, scheduler = start.make_optimizer(options, model)
     step, version, progress = resume(resumed, model, optimizer, scheduler)
-    servers = start.reach_servers(options, embedded) if needs_servers else []
+    vocabulary = model.get_input_embeddings().num_embeddings
+    servers = start.reach_servers(options, embedded, vocabulary) if needs_servers else []
     if ranks.rank == 0 and rollouts is None:
-        check_teachers(options, tokenizer, model.get_input_embeddings().num_embeddings)
+        check_teachers(options, tokenizer, vocabulary)
     if sync is None:
         options, sync = make_sync(options, servers, ranks)
     budget = token_budget(options, servers, ranks)

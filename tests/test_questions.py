@@ -113,6 +113,34 @@ def test_a_server_of_another_shape_is_refused_before_anything_is_sent(tmp_path):
         check_server(vllm(fake), options_of(model=served["root"]))
 
 
+@pytest.mark.parametrize(
+    "answers, words",
+    [
+        (["200", "400"], None),
+        (["200", "200"], "takes token id 60"),
+        (["400", "400"], "refuses token id 59"),
+    ],
+)
+def test_a_server_of_another_vocabulary_is_refused(answers, words):
+    """Whose files are elsewhere: ids are asked for, never in a prompt, which a vLLM may die of."""
+    with FakeServer() as fake:
+        server, fake.script = vllm(fake), [(int(status), {}) for status in answers]
+        if words is None:
+            check_server(server, options_of(), 60)
+        else:
+            with pytest.raises(OptionError, match=words):
+                check_server(server, options_of(), 60)
+        assert [body["logit_bias"] for body in fake.requests] == [{"59": 0}, {"60": 0}]
+        assert all(body["prompt"] == [0] for body in fake.requests)
+
+
+def test_a_paused_server_is_not_asked_to_sample():
+    with FakeServer() as fake:
+        fake.paused = True
+        check_server(vllm(fake), options_of(), 60)
+        assert not fake.requests
+
+
 def test_price_of_a_request_is_told_in_a_line():
     for changes, words in [
         ({}, "per token: 8. "),
