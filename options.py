@@ -387,7 +387,8 @@ def check_effects(options: Options) -> None:
         "--lora_sync adapter sends adapters alone, and --lora_modules_to_save trains more: leave one out",
     )
     if options.lora_dropout:
-        print("note: under --lora_dropout the ratio of an unchanged policy is not 1", flush=True)
+        shared = "branches of a prefix tree share what is dropped above them"
+        print(f"note: under --lora_dropout the ratio of an unchanged policy is not 1; {shared}", flush=True)
     if options.score_centering and not options.epsilon == options.epsilon_high == defaults.epsilon:
         print("note: under score centering --epsilon only feeds the clip_ratio metrics", flush=True)
 

@@ -207,6 +207,12 @@ def test_options_cannot_be_abbreviated():
         parse(["--max_step", "3"])
 
 
+def test_what_dropout_does_to_ratio_and_branches_is_a_notice(capsys):
+    check(Options(model="m", lora_r=4, lora_dropout=0.1))
+    said = capsys.readouterr().out
+    assert "the ratio of an unchanged policy is not 1" in said and "branches of a prefix tree share" in said
+
+
 def test_epsilon_under_score_centering_is_a_notice(capsys):
     check(Options(model="m", task="t", epsilon=0.1))
     assert "only feeds the clip_ratio metrics" in capsys.readouterr().out
