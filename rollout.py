@@ -463,7 +463,7 @@ class RolloutLoop:
         try:
             play = self._converse_in_environment if self.task.environments else self._converse
             rollout = await asyncio.wait_for(play(place), limit)
-        except asyncio.TimeoutError:
+        except (TimeoutError, asyncio.TimeoutError):  # a request's own, and wait_for's: one since Python 3.11
             if limit is None:
                 raise
             rollout = Rollout([], [], [], given_up="timeout")

@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -213,6 +214,24 @@ def test_rollout_over_its_time_is_abandoned_and_its_group_goes_on(model):
     np.testing.assert_allclose(
         sorted(s.advantage for s in group.samples), [-1.2247449, 0, 1.2247449], atol=1e-6
     )
+
+
+def test_a_request_that_finds_no_time_left_is_a_rollout_out_of_time(monkeypatch):
+    """Also before Python 3.11, where asyncio's TimeoutError is a class of its own."""
+    monkeypatch.setattr(rollout.asyncio, "TimeoutError", type("TimeoutError", (Exception,), {}))
+    loop = rollout.RolloutLoop(
+        options_for("m", SimpleNamespace(url="http://s"), rollout_timeout=9.0), None, print
+    )
+    loop.task = SimpleNamespace(environments={})
+    group = SimpleNamespace(row_index=0, prefix="")
+    place = rollout.Place(group, 0, loop.loads[0], time.monotonic(), 0)
+    loop._running.add(place)
+
+    async def converse(place):
+        raise TimeoutError("no time left for the request")
+
+    loop._converse = converse
+    assert asyncio.run(loop._play(place)).given_up == "timeout"
 
 
 def test_conversation_that_grows_in_place_is_rendered_anew(model):
