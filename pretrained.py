@@ -275,12 +275,13 @@ def write(path: Path, model, parts: dict[str, torch.Tensor], dtype: torch.dtype,
     gathering = gathered(model, parts, dtype, group)
     try:
         files, held, size = [], {}, 0
-        for name, tensor in gathering:
-            if held and size + tensor.nbytes > FILE_BYTES:
-                files.append(write_file(path, held))
-                held, size = {}, 0
-            held[name] = tensor
-            size += tensor.nbytes
+        for whole in gathering:
+            for name, tensor in revert_weight_conversion(model, whole).items():
+                if held and size + tensor.nbytes > FILE_BYTES:
+                    files.append(write_file(path, held))
+                    held, size = {}, 0
+                held[name] = tensor
+                size += tensor.nbytes
         if held:
             files.append(write_file(path, held))
         name_files(path, files)
@@ -289,12 +290,12 @@ def write(path: Path, model, parts: dict[str, torch.Tensor], dtype: torch.dtype,
             pass
 
 
-def gathered(model, parts, dtype: torch.dtype, group) -> Iterator[tuple[str, torch.Tensor]]:
-    """At rank 0: all that the files hold, by the names and in the cut they have. Elsewhere nothing."""
+def gathered(model, parts, dtype: torch.dtype, group) -> Iterator[dict[str, torch.Tensor]]:
+    """At rank 0: whole tensors, together what the files cut otherwise. Elsewhere nothing."""
     for names in groups(model, parts):
         whole = {name: gather(parts[name], dtype, group) for name in names}
         if dist.get_rank() == 0:
-            yield from revert_weight_conversion(model, whole).items()
+            yield whole
 
 
 def groups(model, names) -> list[list[str]]:

@@ -78,7 +78,8 @@ def round_trip(path: Path, ranks) -> list[int]:
         for number, tensor in enumerate(pretrained.saved_tensors(whole).values()):
             tensor.add_(number + 1)
     saver = Saver(options, model, None, tokenizer, None)
-    assert "disk full" in failed(saver)
+    assert "disk full" in failed(saver, "write_file")
+    assert "disk full" in failed(saver, "revert_weight_conversion")
     saver.save(1, {})
     saver.wait()
     again = type(model).from_pretrained(saver.saved, dtype=torch.float32)
@@ -87,20 +88,21 @@ def round_trip(path: Path, ranks) -> list[int]:
     return read
 
 
-def failed(saver: Saver) -> str:
-    """What every rank is told, within seconds, when rank 0 cannot write."""
+def failed(saver: Saver, step: str) -> str:
+    """What every rank is told, within seconds, when a step of rank 0's writing fails."""
 
     def full(*_):
         raise OSError("disk full")
 
-    inner, pretrained.write_file = pretrained.write_file, full
+    inner = getattr(pretrained, step)
+    setattr(pretrained, step, full)
     saver.save(1, {})
     try:
         saver.wait(20.0)
     except SaveError as error:
         return str(error)
     finally:
-        pretrained.write_file = inner
+        setattr(pretrained, step, inner)
     return ""
 
 
