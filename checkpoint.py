@@ -25,6 +25,7 @@ import json
 import os
 import shutil
 import threading
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -252,7 +253,8 @@ def fingerprint(dataset) -> str | None:
     """What a checkpoint remembers of the prompts: how many there are and what a few say; None of a stream."""
     if not hasattr(dataset, "__len__"):
         return None
-    some = [dataset[row].get("prompt") for row in range(0, len(dataset), len(dataset) // 32 + 1)]
+    some = [dataset[row] for row in range(0, len(dataset), len(dataset) // 32 + 1)]
+    some = [row.get("prompt") for row in some if isinstance(row, Mapping)]  # see rollout._admit
     return f"{len(dataset)} rows ({hashlib.blake2b(repr(some).encode(), digest_size=4).hexdigest()})"
 
 

@@ -326,7 +326,8 @@ class Logger:
             with self.path.open("a") as file:
                 file.write(line)
         except OSError as error:
-            os.truncate(self.path, before)
+            with suppress(OSError):  # it may be gone altogether
+                os.truncate(self.path, before)
             self.line(f"a record is missing in {self.path}: {error}")
 
     def close(self) -> None:

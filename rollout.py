@@ -508,7 +508,7 @@ class RolloutLoop:
                 reward = await self.caller.run(environment.get_reward, ["env/reward_s"])
                 rollout.earned = kind, scoring.as_reward(reward)
             except Exception as error:
-                rollout.earned = kind, self.rewards.failed(kind, f"{kind}.get_reward", error)
+                rollout.earned = kind, self.rewards.failed(kind, f"{kind}.get_reward on {where}", error)
         self.environments.give_back(name, environment)
         return rollout
 

@@ -92,7 +92,7 @@ class Rewards:
             "completion_ids": [rollouts[i].completion_ids for i in scored],
         }
         names = list(self.functions) if scored else []
-        answers = await asyncio.gather(*[self._call(name, arguments, len(scored)) for name in names])
+        answers = await asyncio.gather(*[self._call(name, arguments, group) for name in names])
         sources = {name: np.full(count, np.nan) for name in names}
         for name, answer in zip(names, answers, strict=True):
             sources[name][scored] = answer
@@ -105,7 +105,8 @@ class Rewards:
         group.rewards = total_rewards(sources, count)
         return sources
 
-    async def _call(self, name: str, arguments: dict, count: int) -> np.ndarray:
+    async def _call(self, name: str, arguments: dict, group: Group) -> np.ndarray:
+        count = len(arguments["prompts"])
         call = functools.partial(self.functions[name], **arguments)
         try:
             if is_async(call):
@@ -114,7 +115,8 @@ class Rewards:
                 result = await asyncio.get_running_loop().run_in_executor(self._threads[name], call)
             return as_rewards(result, count)
         except (Exception, SystemExit) as error:
-            return np.full(count, self.failed(name, f"reward function {name}", error))
+            what = f"reward function {name} on dataset row {group.row_index}"
+            return np.full(count, self.failed(name, what, error))
 
     def failed(self, name: str, what: str, error: Exception) -> float:
         """End the run, or under on_reward_error skip count it and score nothing."""

@@ -11,6 +11,7 @@ Never: let a run begin that cannot end well. What is wrong is one line that name
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import signal
@@ -167,6 +168,23 @@ def join_ranks(options: Options) -> Ranks:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, **alone)
     torch.manual_seed(options.seed)
     return Ranks(rank, size, device, dist.new_group(backend="gloo", timeout=timeout), Leaving())
+
+
+def claim(directory: str, ends: ExitStack) -> None:
+    """OptionError where another run still writes to `directory`: the checkpoints of two would be mixed.
+
+    The lock ends with this process, however that ends; a file system without locks refuses nobody
+    (tests/test_faults.py::test_two_runs_never_write_to_one_directory).
+    """
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    file = ends.enter_context(Path(directory, "options.json").open("a"))
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        why = f"--output_dir {directory}: another run is writing to it; end that or choose another directory"
+        raise OptionError(why) from None
+    except OSError:
+        pass
 
 
 def start_embedded(options: Options, ranks: Ranks, ends: ExitStack) -> Popen:

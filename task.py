@@ -199,9 +199,10 @@ def check_call(reward, columns: set[str], task_name: str) -> None:
         try:
             signature.bind(**dict.fromkeys(columns))
         except TypeError as error:
+            given = ", ".join(sorted(map(str, columns)))
             raise TypeError(
-                f"reward {source_names([reward])[0]}{signature} of task {task_name} is called with "
-                f"{', '.join(sorted(columns))}: {error}. Let it take **columns, the rest of them, too"
+                f"reward {source_names([reward])[0]}{signature} of task {task_name} is called with {given}: "
+                f"{error}. Let it take **columns, the rest of them, too"
             ) from None
 
 

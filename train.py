@@ -408,6 +408,8 @@ def begin(options: Options, rollouts, sync, ends: ExitStack) -> Run:
         options = replace(options, lora_sync="merged")
     resumed, prompts = start.check_inputs(options, rollouts)
     ranks = start.join_ranks(options)
+    if ranks.rank == 0:
+        start.claim(options.output_dir, ends)
     needs_servers = ranks.rank == 0 and (rollouts is None or sync is None)
     embedded = start.start_embedded(options, ranks, ends) if needs_servers and options.embedded else None
     model, tokenizer = start.load_model(options, ranks)

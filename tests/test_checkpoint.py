@@ -284,6 +284,7 @@ def test_a_resume_with_other_prompts_is_refused(tmp_path):
     for other in (rows[:-1], rows[::-1]):
         with pytest.raises(OptionError, match=r"rows \(.*, that of .* had 100 rows \(.*other ones"):
             checkpoint.check_resume(tmp_path, options, checkpoint.fingerprint(other))
+    checkpoint.fingerprint([*rows, None])  # what is wrong with a row is said where it is sampled
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "{}", "null"])

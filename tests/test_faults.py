@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import uuid
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -36,7 +37,7 @@ from client import Server
 from feed import Feed
 from metrics import Logger, read_lines
 from options import OptionError, Options
-from start import check_inputs
+from start import check_inputs, claim
 from sync import SyncError, WeightSync
 
 ROOT = Path(__file__).parent.parent
@@ -197,7 +198,9 @@ def test_a_reward_function_that_raises_ends_every_rank_with_its_name_and_traceba
     run = start(*at(server, "tests/fault_tasks.py:raising"), ranks=2)
     run.until(lambda: "bad gold answer" in run.text())
     assert run.end(PROMPTLY_S) != 0
-    words_in(run.text(), "reward function raises: ValueError: bad gold answer in row", "nothing was saved")
+    words_in(
+        run.text(), "reward function raises on dataset row ", "ValueError: bad gold", "nothing was saved"
+    )
 
 
 def test_a_killed_rollout_process_ends_the_run_and_is_named(start, server):
@@ -384,6 +387,9 @@ def test_a_full_disk_costs_a_record_of_the_metrics_and_not_the_run(tmp_path, cap
     logger.record({"step": 3, "loss": 0.3})
     assert [r["step"] for r in records(tmp_path)] == [1, 3]
     words_in(capsys.readouterr().out, "a record is missing")
+    shutil.rmtree(tmp_path)
+    logger.record({"step": 4, "loss": 0.3})
+    words_in(capsys.readouterr().out, "a record is missing")
 
 
 # ---- resume: nothing is lost, nothing comes twice
@@ -466,6 +472,16 @@ def test_a_fresh_run_never_mixes_with_an_earlier_ones_checkpoints(tmp_path):
     options = Options(model="tiny", task="tasks/sort.py", output_dir=str(tmp_path))
     with pytest.raises(OptionError, match="checkpoint-7 of an earlier run"):
         check_inputs(options, None)
+
+
+def test_two_runs_never_write_to_one_directory(tmp_path):
+    """One that begins before the other has saved; it may once the first is over."""
+    with ExitStack() as first:
+        claim(str(tmp_path), first)
+        with ExitStack() as second, pytest.raises(OptionError, match="--output_dir .*another run"):
+            claim(str(tmp_path), second)
+    with ExitStack() as later:
+        claim(str(tmp_path), later)
 
 
 def test_an_output_dir_that_cannot_be_written_to_is_refused(tmp_path):

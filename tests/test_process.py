@@ -98,7 +98,10 @@ def test_failing_reward_reaches_the_trainer_with_its_traceback(model):
         process.start(0, set(), 0)
         process.publish(1, 10**6)
         error = str(check_until_error(process, expect["max_seconds_to_surface"]))
-        assert "reward function raises_sync: ValueError: bad gold answer" in error and "Traceback" in error
+        assert (
+            "reward function raises_sync on dataset row 0: ValueError: bad gold answer" in error
+            and "Traceback" in error
+        )
         messages = list(process.queue.queue)
         assert sum(isinstance(m, DeathMessage) for m in messages) == 1
         assert not any(isinstance(m, GroupMessage) for m in messages)

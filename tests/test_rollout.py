@@ -336,7 +336,10 @@ def test_broken_reward_function_stops_the_run_by_name(model, name):
     expect = case("A02_reward_contract")["expect"].get(name, {})
     with FakeServer() as fake:
         options = options_for(model, fake, task="rollout_tasks:broken", task_kwargs={"name": name})
-        with Run(options) as run, pytest.raises(RolloutError, match=f"reward function {name}: ") as caught:
+        with (
+            Run(options) as run,
+            pytest.raises(RolloutError, match=f"function {name} on dataset row 0: ") as caught,
+        ):
             run.groups(1)
         assert expect.get("error_text_contains", "") in str(caught.value)
         assert not run.messages or not any(isinstance(m, GroupMessage) for m in run.messages)

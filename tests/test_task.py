@@ -75,7 +75,8 @@ def takes_answer(prompts, completions, completion_ids, answer):
 
 def test_a_reward_that_cannot_be_called_with_the_columns_is_refused_at_once():
     load_task(task_of([user("x") | {"answer": 1}], takes_answer, functools.partial(takes_answer), dict))
-    for row, text in ((user("x"), "missing .* 'answer'"), (user("x") | {"answer": 1, "level": 2}, "'level'")):
+    rows = user("x"), user("x") | {"answer": 1, "level": 2}, user("x") | {"answer": 1, 3: 2}
+    for row, text in zip(rows, ("missing .* 'answer'", "'level'", "3, .*must be strings"), strict=True):
         with pytest.raises(TypeError, match=rf"reward takes_answer\(.*{text}.*\*\*columns"):
             load_task(task_of([row], takes_answer))
 
