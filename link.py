@@ -112,6 +112,8 @@ class Link:
         notes = nccl_differences(info.get("system_env") or {}) if backend == "nccl" else []
         if how := model.get("quantization"):
             notes.append(f"it quantises what it gets ({how}): it samples from other weights")
+        if self.server.is_paused():
+            notes.append("it was left paused: it gets every weight before it is resumed")
         if not self.labels:
             notes.append("it labels no weights: restarted, it samples from its own until the next update")
         for note in notes:

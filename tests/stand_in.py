@@ -73,6 +73,9 @@ class StandIn:
     def version(self):
         return self.release
 
+    def is_paused(self):
+        return "pause" in self.calls[-1:]
+
     def weight_version(self):
         self.health()
         return self.label

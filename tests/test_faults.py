@@ -355,7 +355,7 @@ def test_a_server_found_paused_gets_all_weights_and_the_run_ends_with_a_full_que
     requests.post(f"{server}/pause?mode=keep", timeout=10).raise_for_status()
     run = start(*at(server), "--model", tmp_path / "copy", "--max_steps", "3", "--max_staleness", "20")
     assert run.end(60) == 0
-    words_in(run.text(), "note: ", f"trained is {tmp_path / 'copy'}", "done after 3 steps")
+    words_in(run.text(), "was left paused", "note: ", f"trained is {tmp_path / 'copy'}", "done after 3 steps")
     assert ledger(run.text())["in flight"] > 0
     assert not Server(server).is_paused()
 
