@@ -99,6 +99,7 @@ class Passive:
 
     version = lambda self: "0.33.0"  # noqa: E731
     weight_version = lambda self: "default"  # noqa: E731
+    is_paused = lambda self: False  # noqa: E731
     world_size = lambda self: 1  # noqa: E731
     health = start_update = finish_update = lambda self, _=None: None  # noqa: E731
 
