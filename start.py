@@ -176,8 +176,11 @@ def claim(directory: str, ends: ExitStack) -> None:
     The lock ends with this process, however that ends; a file system without locks refuses nobody
     (tests/test_faults.py::test_two_runs_never_write_to_one_directory).
     """
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    file = ends.enter_context(Path(directory, "options.json").open("a"))
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        file = ends.enter_context(Path(directory, "options.json").open("a"))
+    except OSError as error:  # /proc, a full disk
+        raise OptionError(f"--output_dir {directory}: {error}") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -237,6 +240,10 @@ def load_model(options: Options, ranks: Ranks):
 
     What lies outside the language model (a vision tower, a projector) is loaded and kept as it is.
     """
+    if options.attention == "flash":
+        from attention import flash  # which needs Triton
+
+        refuse(flash.missing(), f"--attention flash {flash.missing()}: choose another")
     attention.register()
     model = pretrained.skeleton(pretrained.read_config(options), options)
     tokenizer = load_tokenizer(options)

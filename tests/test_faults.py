@@ -37,7 +37,7 @@ from client import Server
 from feed import Feed
 from metrics import Logger, read_lines
 from options import OptionError, Options
-from start import check_inputs, claim
+from start import check_inputs, claim, load_model
 from sync import SyncError, WeightSync
 
 ROOT = Path(__file__).parent.parent
@@ -482,6 +482,14 @@ def test_two_runs_never_write_to_one_directory(tmp_path):
             claim(str(tmp_path), second)
     with ExitStack() as later:
         claim(str(tmp_path), later)
+        with pytest.raises(OptionError, match="--output_dir /proc/x: .*No such file"):
+            claim("/proc/x", later)  # root may write to /proc, and yet make nothing there
+
+
+def test_a_backend_that_this_machine_lacks_is_refused_before_the_model_loads(monkeypatch):
+    monkeypatch.setattr("attention.flash.missing", lambda: "needs a package")
+    with pytest.raises(OptionError, match="--attention flash needs a package"):
+        load_model(Options(model="tiny", attention="flash"), None)
 
 
 def test_an_output_dir_that_cannot_be_written_to_is_refused(tmp_path):
