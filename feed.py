@@ -35,7 +35,7 @@ from metrics import Window
 from packing import Row, Sample, pack
 from process import DeathMessage
 from rollout import TOO_OLD, EndMessage, GroupMessage, MetricsMessage
-from scoring import EQUAL_REWARDS
+from scoring import EQUAL_REWARDS, PASS
 
 # what the ranks are told instead of a plan
 WAITING = "waiting"  # nothing yet; so that their collectives do not time out
@@ -96,6 +96,8 @@ class Feed:
         self.step_tokens = planner.ranks * full * self.accumulation  # of the last step
         self.generated = self.trained = 0  # samples: the ledger
         self.dropped = Counter()  # by reason
+        self.unfit = 0  # groups in a row of which nothing fits into a row
+        self.patience = options.vllm_server_timeout  # with them, where only --max_steps ends the run
         self.forwarded_tokens = progress.tokens  # unique tokens since the start
         self.last_plan: list[list[Sample]] = []
         self.planned = None  # (samples per rank, rows) handed to the ranks; training on them has not begun
@@ -213,6 +215,16 @@ class Feed:
             self.sample_again(message.group_id)
         elif len(oversize) == len(fresh):
             self.progress.done(message.group_id)
+            self.unfit += 1
+        else:
+            self.unfit = 0
+        through = self.epochs == math.inf and self.unfit >= min(self.dataset_size or PASS, PASS)
+        if through and self.notice.waited() > self.patience:
+            raise RolloutError(
+                f"none of the last {self.unfit} groups fits into a row, and nothing was trained for "
+                f"{self.notice.waited():.0f} s (--vllm_server_timeout): raise --token_budget "
+                f"{self.planner.token_budget}, or lower --max_completion_length"
+            )
         if self.planner.batch_samples and not self.trained:  # a first guess at what a step takes
             mean = sum(map(len, fresh)) // max(len(fresh), 1)
             self.step_tokens = max(self.step_tokens, self.planner.batch_samples * self.accumulation * mean)

@@ -63,6 +63,7 @@ def feed_of(
         max_steps=-1,
         gradient_accumulation_steps=accumulation,
         teacher_server_urls=None,
+        vllm_server_timeout=0.0,
     )
     planner = Planner(ranks, budget, RowCost(token=1.0, pair=0.001))
     return Feed(producer, planner, progress or Progress(), options)
@@ -298,6 +299,18 @@ def test_oversize_samples_are_dropped_counted_and_do_not_stop_the_run():
     assert last is None
     assert feed.dropped["longer than the token budget"] == 2
     assert feed.progress.position == 2
+
+
+def test_rows_that_hold_no_sample_end_a_run_that_only_max_steps_would():
+    """After a pass over the dataset; one group that fits begins it anew."""
+    lengths = (50, 10, 50, 50)
+    feed = feed_of(
+        Producer(*(group(i, size=2, length=n) for i, n in enumerate(lengths))), epochs=float("inf")
+    )
+    take(feed, 5.0)
+    with pytest.raises(RolloutError, match="none of the last 2 groups.* raise --token_budget 20"):
+        take(feed, 5.0)
+    assert feed.rollouts.queue.empty()
 
 
 def test_ledger_balances():
