@@ -53,10 +53,10 @@ def generate(options: Options) -> dict[str, float]:
                 rollouts.check()
                 notice.say(f"rollouts: {rollouts.status()}")
                 continue
-            notice = Notice()
             measure(window, message)
             if isinstance(message, GroupMessage):
-                groups, size = groups + 1, message.dataset_size
+                groups, size, notice = groups + 1, message.dataset_size, Notice()
+            notice.say(f"rollouts: {rollouts.status()}")
         rollouts.stop()
         while not rollouts.queue.empty():
             measure(window, rollouts.queue.get())

@@ -542,7 +542,7 @@ class RolloutLoop:
         if any(rollout.given_up == "unloaded" for rollout in group.rollouts):
             dropped = TOO_OLD
         elif not options.distills:
-            sources = await self.rewards.score(group)
+            sources = await self._rewards_of(group)
             advantages = np.asarray(self.compute_advantages(group), dtype=np.float64)
             if advantages.shape != (count,) or not np.isfinite(advantages).all():
                 raise RolloutError(f"compute_advantages must return {count} finite numbers, not {advantages}")
@@ -563,6 +563,17 @@ class RolloutLoop:
         generated = {"samples": len(samples), "tokens": tokens}
         dropped = dropped or (None if samples else "no trained token")
         return GroupMessage(group.group_id, [] if dropped else samples, dropped, self.prompts.size, generated)
+
+    async def _rewards_of(self, group: Flight) -> dict:
+        """What the rewards of a group are, or an error: one that hangs holds up every group behind it."""
+        limit = self.options.vllm_server_timeout
+        try:
+            return await asyncio.wait_for(self.rewards.score(group), limit)
+        except (TimeoutError, asyncio.TimeoutError):  # of Python 3.10 these are two
+            raise RolloutError(
+                f"the rewards of dataset row {group.prompt.row_index} are not there after {limit:.0f} s "
+                "(--vllm_server_timeout): does one hang, or wait for a service that does not answer?"
+            ) from None
 
     def _completion_metrics(self, group: Flight) -> dict:
         calls = bool(self.task.tools or self.task.environments)
@@ -601,7 +612,7 @@ class RolloutLoop:
             groups.append(await self._launch(Prompt(-1 - number, 0, number, row), self._play, "eval/"))
         for group, rollouts in groups:
             group.rollouts = await asyncio.gather(*rollouts)
-            await self.rewards.score(group)
+            await self._rewards_of(group)
         for group, _ in groups:  # from here on nothing waits: one message takes it all
             scored = group.rewards[~np.isnan(group.rewards)]
             record("eval/reward", scored.tolist())

@@ -284,10 +284,14 @@ def completion_lines(group: Group, sources: dict[str, np.ndarray], advantages: n
 
 
 def append_lines(path: Path, lines: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Lines of JSON, unless the disk is full: that is said, and ends no run."""
     text = "".join(json.dumps(line, default=str) + "\n" for line in lines)
-    with path.open("ab", buffering=0) as file:  # in one write: groups do not mix
-        file.write(text.encode())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as file:  # in one write: groups do not mix
+            file.write(text.encode())
+    except OSError as error:
+        print(f"completions are missing in {path}: {error}", flush=True)
 
 
 def optional(reward: float) -> float | None:

@@ -329,6 +329,13 @@ def test_full_scoring_queue_holds_generation(model):
 # ---- rewards
 
 
+def test_a_reward_that_hangs_ends_the_run_by_name_of_the_limit(model):
+    with FakeServer() as fake:
+        options = options_for(model, fake, task="rollout_tasks:never_scored", vllm_server_timeout=1.0)
+        with Run(options) as run, pytest.raises(RolloutError, match="row 0 are not .*--vllm_server_timeout"):
+            run.groups(1)
+
+
 @pytest.mark.parametrize(
     "name", ["one_value", "one_too_many", "bare_number", "raises_sync", "raises_async", "a_word"]
 )

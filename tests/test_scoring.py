@@ -126,6 +126,14 @@ def test_what_is_no_list_of_rewards_is_refused(result):
         scoring.as_rewards(result, 2)
 
 
+def test_a_full_disk_costs_completions_and_no_run(tmp_path, capsys):
+    (tmp_path / "full").symlink_to("/dev/full")
+    scoring.append_lines(tmp_path / "full", [{"prompt": "p"}])
+    assert "completions are missing in" in capsys.readouterr().out
+    scoring.append_lines(tmp_path / "free", [{"prompt": "p"}])
+    assert (tmp_path / "free").read_text() == '{"prompt": "p"}\n'
+
+
 def test_reward_function_may_return_an_array():
     expect = case("A02_reward_contract")["expect"]["array_ok"]
     group = group_of(scoring.as_rewards(np.array([0.0, 1.0, 0.0, 1.0]), 4))
