@@ -16,7 +16,7 @@ import importlib.util
 import os
 import signal
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -174,11 +174,13 @@ def claim(directory: str, ends: ExitStack) -> None:
     """OptionError where another run still writes to `directory`: the checkpoints of two would be mixed.
 
     The lock ends with this process, however that ends; a file system without locks refuses nobody
-    (tests/test_faults.py::test_two_runs_never_write_to_one_directory).
+    (tests/test_faults.py::test_two_runs_never_write_to_one_directory). A run that ends before it writes
+    anything leaves nothing.
     """
+    path = Path(directory, "options.json")
     try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        file = ends.enter_context(Path(directory, "options.json").open("a"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = ends.enter_context(path.open("a"))
     except OSError as error:  # /proc, a full disk
         raise OptionError(f"--output_dir {directory}: {error}") from None
     try:
@@ -188,6 +190,15 @@ def claim(directory: str, ends: ExitStack) -> None:
         raise OptionError(why) from None
     except OSError:
         pass
+    ends.callback(clear, path)
+
+
+def clear(path: Path) -> None:
+    """Take away what `claim` has made, if nothing was written into it."""
+    with suppress(OSError):  # the directory holds something else
+        if path.stat().st_size == 0:
+            path.unlink()
+            path.parent.rmdir()
 
 
 def start_embedded(options: Options, ranks: Ranks, ends: ExitStack) -> Popen:

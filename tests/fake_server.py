@@ -206,7 +206,7 @@ class FakeServer:
         elif step in ("truncated", "cut"):  # by whoever wrote it; on its way
             data = json.dumps({"choices": [choice_of(*self.answer(body))]})
             self.reply(http, 200, data[: len(data) // 2], length=len(data) if step == "cut" else None)
-            http.close_connection = True
+            http.close_connection = step == "cut"  # else the client would use it again
         elif step == "200":
             choice = choice_of(*self.answer(body))
             if self.weight_versions is not None:

@@ -246,7 +246,11 @@ def test_environment_scores_no_rollout_whose_prompt_had_no_room(tokenizer):
     "task, kwargs, error",
     [
         ("counting", {"kind": "BadReset"}, "BadReset.reset failed on dataset row 0: OSError: no such level"),
-        ("counting", {"kind": "BadReward"}, "BadReward.get_reward: TypeError: a reward must be a number"),
+        (
+            "counting",
+            {"kind": "BadReward"},
+            "BadReward.get_reward on dataset row 0: TypeError: a reward must be a number",
+        ),
         ("counting", {"kind": "Silent"}, "nothing scores Silent"),
         ("two_kinds", {"names": ["Counter", "Chess"]}, "dataset row 1 is for environment 'Chess'; there are"),
     ],

@@ -703,7 +703,7 @@ SORT = ["--task", "tasks/sort.py"]
         (["--task", "tests/fault_tasks.py:empty"], ["--task", "is empty"]),
         (["--task", "tests/fault_tasks.py:no_prompt"], ["row 0", "no column `prompt`", "question"]),
         (["--task", "tests/fault_tasks.py:plain_text"], ["row 0", "not conversational", "list of messages"]),
-        (["--task", "tests/fault_tasks.py:closure"], ["lambda", "a module's function"]),
+        (["--task", "tests/fault_tasks.py:closure"], ["lambda", "a module-level function"]),
         ([*SORT, "--model", "./nomodel"], ["--model ./nomodel: there is no such directory"]),
         ([*SORT, "--model", "./nomodel", "--dry_run"], ["--model ./nomodel: there is no such directory"]),
         ([*SORT, "--router_aux_loss_coef", "0.1", "--dry_run"], ["--router_aux_loss_coef", "leave it out"]),
