@@ -140,8 +140,10 @@ def test_a_failed_step_says_what_the_server_holds_and_what_to_do(call, step):
     server = StandIn(**{call: ServerError("CUDA out of memory", 500)})
     started = time.monotonic()
     with pytest.raises(SyncError) as failed:
-        update(connected(server), toy())
-    assert time.monotonic() - started < 10
+        link = connected(server)
+        started = time.monotonic()  # to meet may take longer: the store looks up names
+        update(link, toy())
+    assert time.monotonic() - started < 5
     for text in (server.url, f"{step} failed", "CUDA out of memory", ADVICE[step]):
         assert text in str(failed.value)
     assert server.calls[-1] == call, "nothing is asked of it after that, least of all to resume"
